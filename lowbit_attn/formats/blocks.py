@@ -1,0 +1,183 @@
+"""Block layouts: which elements share a scale, and quantization of a [..., tokens, channels] tensor into one of them.
+
+    layout        block (tokens x channels)   scale    used for
+    mx32          1 x 32                      E8M0     MX operands; along tokens (32 x 1) with axis=-2, for V
+    nvfp16        1 x 16                      UE4M3    NVFP4 operands (times an optional second-level factor)
+    token_block   32 x all channels           E8M0     FLAMIA section 3.1: valid along either contraction axis
+    square32      32 x 32                     E8M0     FLAMIA section 3.3, dS
+    per_row       1 x all                     E8M0     per-token exact-causal operands; P per row and key tile
+    per_tensor    all x all                   E8M0     one scale per leading index (batch item and head)
+
+Blocks at the end of an axis may be short; they behave as if padded with zeros. A block holding Inf or NaN gets the NaN
+scale (255, or UE4M3 0x7F) and NaN or zero codes, so that it decodes to NaN throughout. An all-zero block has zero codes;
+its scale is 1 (MXAttention algorithm 1), except in token_block and per_row, where exponents are compared with one
+another (the reference exponents of the kernels) and zero takes the smallest, 2^-127, so that it never raises another.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit_attn.formats.elements import ElementFormat, decode, encode, round_to_element
+from lowbit_attn.formats.scales import (
+    E8M0_NAN,
+    MIN_EXPONENT,
+    decode_e8m0,
+    decode_ue4m3,
+    encode_e8m0,
+    encode_ue4m3,
+    pow2,
+    shared_exponent,
+)
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Block extent over tokens and channels; None means the whole axis."""
+
+    name: str
+    tokens: int | None
+    channels: int | None
+    scale: str = "e8m0"
+    zero_exponent: int = 0
+
+    def block_shape(self, tokens: int, channels: int) -> tuple[int, int]:
+        """The extent on a concrete tensor, never zero."""
+        return max(1, self.tokens or tokens), max(1, self.channels or channels)
+
+
+LAYOUTS: dict[str, BlockLayout] = {
+    layout.name: layout
+    for layout in (
+        BlockLayout("mx32", 1, 32),
+        BlockLayout("nvfp16", 1, 16, scale="ue4m3"),
+        BlockLayout("token_block", 32, None, zero_exponent=MIN_EXPONENT),
+        BlockLayout("square32", 32, 32),
+        BlockLayout("per_row", 1, None, zero_exponent=MIN_EXPONENT),
+        BlockLayout("per_tensor", None, None),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes [..., S, D] (uint8, one element each) and scales [..., ceil(S/bs), ceil(D/bd)] (uint8 scale codes)."""
+
+    codes: Tensor
+    scales: Tensor
+    element: ElementFormat
+    layout: BlockLayout
+    axis: int = -1
+    second_level: float = 1.0
+
+
+def block_layout(name: str) -> BlockLayout:
+    """The layout called `name`; ValueError names the accepted ones."""
+    if name not in LAYOUTS:
+        raise ValueError(f"layout: got {name!r}; accepted: {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def _blocked(x: Tensor, layout: BlockLayout) -> Tensor:
+    """[..., S, D] -> [..., nS, bS, nD, bD], zero-padded to whole blocks."""
+    tokens, channels = x.shape[-2:]
+    block_tokens, block_channels = layout.block_shape(tokens, channels)
+    pad_tokens, pad_channels = -tokens % block_tokens, -channels % block_channels
+    if pad_tokens or pad_channels:
+        x = torch.nn.functional.pad(x, (0, pad_channels, 0, pad_tokens))
+    rows, columns = x.shape[-2] // block_tokens, x.shape[-1] // block_channels
+    return x.reshape(*x.shape[:-2], rows, block_tokens, columns, block_channels)
+
+
+def _unblocked(blocks: Tensor, tokens: int, channels: int) -> Tensor:
+    lead, (rows, block_tokens, columns, block_channels) = blocks.shape[:-4], blocks.shape[-4:]
+    whole = blocks.reshape(*lead, rows * block_tokens, columns * block_channels)
+    return whole[..., :tokens, :channels]
+
+
+def _block_maximum(blocks: Tensor) -> Tensor:
+    """Largest magnitude of each block, kept broadcastable: [..., nS, 1, nD, 1]; NaN where the block has one."""
+    if blocks.numel() == 0:
+        return blocks.new_zeros((*blocks.shape[:-3], 1, blocks.shape[-2], 1))
+    return blocks.abs().amax(dim=(-3, -1), keepdim=True)
+
+
+def _scale_codes(maximum: Tensor, element: ElementFormat, layout: BlockLayout, rule: str, top: float | None,
+                 second_level: float) -> Tensor:
+    if layout.scale == "ue4m3":
+        code = encode_ue4m3(maximum / (element.max_value * second_level))
+        return torch.where(maximum.isfinite(), code, 0x7F).to(torch.uint8)
+    exponent = shared_exponent(maximum, rule, element, top=top, zero_exponent=layout.zero_exponent)
+    return torch.where(maximum.isfinite(), encode_e8m0(exponent), E8M0_NAN).to(torch.uint8)
+
+
+def _scale_values(codes: Tensor, layout: BlockLayout, second_level: float, dtype: torch.dtype) -> Tensor:
+    if layout.scale == "ue4m3":
+        return decode_ue4m3(codes, dtype) * second_level
+    return decode_e8m0(codes, dtype)
+
+
+def _scaled(blocks: Tensor, scale: Tensor) -> Tensor:
+    """blocks / scale; 0 where the scale is 0 (an underflowed UE4M3 scale holds nothing)."""
+    return torch.where(scale == 0, 0.0, blocks / scale)
+
+
+def quantize(x: Tensor, element: ElementFormat, layout: BlockLayout, rule: str = "ceil", *, axis: int = -1,
+             top: float | None = None, second_level: float = 1.0) -> Quantized:
+    """Quantize `x` [..., tokens, channels] (any float dtype and strides) block by block.
+
+    `axis=-2` runs the layout along tokens instead of channels (MX32 blocks of V along keys). `top` bounds the scaled
+    block maximum (rule 'ceil'). `second_level` is NVFP4's constant factor on every scale.
+    """
+    if axis == -2:
+        flipped = quantize(x.transpose(-1, -2), element, layout, rule, top=top, second_level=second_level)
+        return Quantized(flipped.codes.transpose(-1, -2).contiguous(), flipped.scales.transpose(-1, -2).contiguous(),
+                         element, layout, axis, second_level)
+    tokens, channels = x.shape[-2:]
+    blocks = _blocked(x if x.dtype == torch.float64 else x.float(), layout)
+    maximum = _block_maximum(blocks)
+    scale_codes = _scale_codes(maximum, element, layout, rule, top, second_level)
+    scale = _scale_values(scale_codes, layout, second_level, blocks.dtype)
+    codes = encode(_scaled(blocks, scale), element)
+    return Quantized(_unblocked(codes, tokens, channels).contiguous(), scale_codes[..., 0, :, 0].contiguous(),
+                     element, layout, axis, second_level)
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values that the codes and scales stand for, [..., tokens, channels]."""
+    codes, scales = q.codes, q.scales
+    if q.axis == -2:
+        codes, scales = codes.transpose(-1, -2), scales.transpose(-1, -2)
+    tokens, channels = codes.shape[-2:]
+    blocks = _blocked(decode(codes, q.element, dtype), q.layout)
+    scale = _scale_values(scales, q.layout, q.second_level, dtype)
+    values = _unblocked(blocks * scale[..., :, None, :, None], tokens, channels)
+    return values.transpose(-1, -2) if q.axis == -2 else values
+
+
+def round_to_blocks(x: Tensor, element: ElementFormat, layout: BlockLayout, rule: str = "ceil", *, axis: int = -1,
+                    top: float | None = None, second_level: float = 1.0) -> Tensor:
+    """`dequantize(quantize(x))` without the codes, in float32 (float64 for float64): what a tile loop wants."""
+    if axis == -2:
+        return round_to_blocks(x.transpose(-1, -2), element, layout, rule, top=top,
+                               second_level=second_level).transpose(-1, -2)
+    tokens, channels = x.shape[-2:]
+    blocks = _blocked(x if x.dtype == torch.float64 else x.float(), layout)
+    maximum = _block_maximum(blocks)
+    if layout.scale == "e8m0":
+        exponent = shared_exponent(maximum, rule, element, top=top, zero_exponent=layout.zero_exponent)
+        scale = torch.where(maximum.isfinite(), pow2(exponent, blocks.dtype), torch.nan)
+        return _unblocked(round_to_element(blocks / scale, element) * scale, tokens, channels)
+    codes = _scale_codes(maximum, element, layout, rule, top, second_level)
+    scale = _scale_values(codes, layout, second_level, blocks.dtype)
+    return _unblocked(round_to_element(_scaled(blocks, scale), element) * scale, tokens, channels)
+
+
+def scale_per_token(q: Quantized) -> Tensor:
+    """Scale codes [..., tokens] of a layout whose blocks span all channels (token_block, per_row, per_tensor)."""
+    if q.scales.shape[-1] != 1 or q.axis != -1:
+        raise ValueError(f"layout: got {q.layout.name!r} with axis {q.axis}; accepted: one scale column per token")
+    tokens = q.codes.shape[-2]
+    block_tokens, _ = q.layout.block_shape(tokens, 1)
+    return q.scales[..., 0].repeat_interleave(block_tokens, -1)[..., :tokens]

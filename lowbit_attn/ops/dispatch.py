@@ -1,0 +1,117 @@
+"""Which backend runs a recipe on a device, and why not a faster one."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from lowbit_attn.recipes import Recipe, resolve
+
+
+class LowbitFallbackWarning(UserWarning):
+    """A recipe runs on a slower or emulated path than its name suggests."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What dispatch needs to know of a device: torch's type, and a GPU's architecture such as 'sm_90' or 'gfx950'."""
+
+    type: str
+    architecture: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.type} ({self.architecture})" if self.architecture else self.type
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`refusal(recipe, device)` says why this backend cannot run, or None; `precision` is what its matrix units compute in."""
+
+    name: str
+    precision: str
+    refusal: Callable[[Recipe, Device], str | None]
+
+
+def _kernels_missing(architectures: tuple[str, ...]) -> Callable[[Recipe, Device], str | None]:
+    """Backends whose kernels this version does not ship: the device decides which half of the reason is told."""
+
+    def refusal(recipe: Recipe, device: Device) -> str | None:
+        if device.architecture not in architectures:
+            return f"needs {' or '.join(architectures)}, this device is {device}"
+        return f"no kernel for {recipe.name} in this version"
+
+    return refusal
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("hopper", "fp8 tensor cores", _kernels_missing(("sm_90",))),
+        Backend("cdna4", "MX matrix cores", _kernels_missing(("gfx950",))),
+        Backend("triton", "block-scaled matrix units", _kernels_missing(("sm_100", "sm_103", "gfx950"))),
+        Backend("reference", "emulated: PyTorch operations in float32 on quantized values", lambda recipe, device: None),
+    )
+}
+"""In order of preference; `reference` runs everywhere."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found: the chosen backend, its native precision, and why each faster one was passed over."""
+
+    recipe: str
+    device: Device
+    backend: str
+    precision: str
+    passed_over: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.recipe} on {self.device}: backend {self.backend!r} ({self.precision})"]
+        return "\n".join([*lines, *(f"  not {name!r}: {reason}" for name, reason in self.passed_over)])
+
+
+@lru_cache(maxsize=64)
+def describe(device: torch.device) -> Device:
+    """The dispatch description of a torch device."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return Device(device.type)
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device("cuda", properties.gcnArchName.split(":")[0])
+    return Device("cuda", f"sm_{properties.major}{properties.minor}")
+
+
+def explain(recipe: Recipe, device: Device) -> Explanation:
+    """Try the backends in order of preference."""
+    passed_over: list[tuple[str, str]] = []
+    for backend in BACKENDS.values():
+        reason = backend.refusal(recipe, device)
+        if reason is None:
+            return Explanation(recipe.canonical, device, backend.name, backend.precision, tuple(passed_over))
+        passed_over.append((backend.name, reason))
+    raise RuntimeError(f"no backend runs {recipe.canonical} on {device}")
+
+
+@lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    warnings.warn(text, LowbitFallbackWarning, stacklevel=4)
+
+
+def choose(recipe_text: str, device: torch.device, requested: str | None) -> str:
+    """The backend's name; a requested one that cannot run raises, an emulated choice warns once."""
+    recipe, described = resolve(recipe_text), describe(device)
+    if requested is None:
+        explanation = explain(recipe, described)
+        if explanation.backend == "reference":
+            _warn_once(f"lowbit_attn: {recipe.name} on {described} runs the PyTorch reference: exact numbers, no speed. "
+                       "lowbit_attn.explain() says why; backend='reference' asks for it and silences this.")
+        return explanation.backend
+    if requested not in BACKENDS:
+        raise ValueError(f"backend: got {requested!r}; accepted: None, {', '.join(BACKENDS)}")
+    reason = BACKENDS[requested].refusal(recipe, described)
+    if reason:
+        raise ValueError(f"backend: got {requested!r}, which cannot run {recipe.canonical} on {described}: {reason}; accepted: "
+                         f"{explain(recipe, described).backend!r}")
+    return requested
