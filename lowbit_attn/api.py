@@ -33,6 +33,21 @@ def _will_backward(recipe: str, *inputs: Tensor) -> bool:
     return wanted
 
 
+@torch.compiler.assume_constant_result
+def _is_stochastic(recipe: str) -> bool:
+    return resolve(recipe).ds_stochastic
+
+
+def _seed(recipe: str, device: torch.device, seed: Tensor | None) -> Tensor | None:
+    """The seed that the backward of this recipe needs, if any."""
+    if seed is not None and (seed.dtype != torch.int64 or seed.ndim != 0 or seed.device != device):
+        raise ValueError(f"seed: got {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; accepted: an int64 scalar "
+                         f"tensor on {device}")
+    if seed is None and _is_stochastic(recipe):
+        return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)
+    return seed
+
+
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool) -> None:
     validation.check_tensors(query, key, value, layout)
     axis = layout.index("H")
@@ -44,7 +59,7 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor, layout: str, enable_
 def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe = "mxfp8", is_causal: bool = False,
               causal_align: str | None = None, scale: float | None = None, enable_gqa: bool = False,
               key_lengths: Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
-              backend: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+              backend: str | None = None, seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Low-bit scaled dot product attention.
 
     Args:
@@ -59,6 +74,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
             -inf for a row that sees no key (its output is 0).
         deterministic: ask for a bitwise reproducible backward (implied by torch.use_deterministic_algorithms).
         backend: None chooses; or one of "reference", "hopper", "triton", "cdna4".
+        seed: int64 scalar tensor for recipes that round gradients stochastically; drawn from torch's generator if None. The
+            same seed gives the same gradients.
 
     Returns:
         [B, Hq, Sq, D] in query's dtype: a transposed view of a contiguous [B, Sq, Hq, D] tensor; with the lse if asked.
@@ -66,6 +83,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
     Raises:
         ValueError, TypeError: naming the argument, what came and what is accepted.
     """
+    validation.check_options(scale, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
+                             deterministic=deterministic)
     _check_heads(query, key, value, "BHSD", enable_gqa)
     if causal_align not in _ALIGNMENTS:
         raise ValueError(f"causal_align: got {causal_align!r}; accepted: None, 'top_left', 'bottom_right'")
@@ -81,9 +100,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
         return sdpa.dense(query, key, value, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths,
                           scale=scale, enable_gqa=enable_gqa)
     save = _will_backward(text, query, key, value)
+    seed = _seed(text, query.device, seed) if save else None
     output, lse, *_ = torch.ops.lowbit_attn.attention_forward(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), key_lengths, text, is_causal, bottom_right, scale,
-        save, deterministic or torch.are_deterministic_algorithms_enabled(), _backend(text, query.device, backend))
+        save, deterministic or torch.are_deterministic_algorithms_enabled(), _backend(text, query.device, backend), seed)
     output = output.transpose(1, 2)
     return (output, lse) if return_lse else output
 
@@ -91,7 +111,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
 def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
                      recipe: str | Recipe = "mxfp8", is_causal: bool = False, scale: float | None = None,
                      enable_gqa: bool = False, window_size: tuple[int, int] = (-1, -1), return_lse: bool = False,
-                     deterministic: bool = False, backend: str | None = None) -> Tensor | tuple[Tensor, Tensor]:
+                     deterministic: bool = False, backend: str | None = None,
+                     seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Low-bit attention inside each of several packed documents.
 
     Args:
@@ -106,22 +127,24 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor
     Returns:
         [Tq, Hq, D] in query's dtype; with the lse if asked.
     """
+    validation.check_options(scale, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
+                             deterministic=deterministic)
     _check_heads(query, key, value, "THD", enable_gqa)
     validation.check_cu_seq(cu_seq_q, cu_seq_k, query.device)
-    for name, bound in (("max_q", max_q), ("max_k", max_k)):
-        if isinstance(bound, Tensor):
-            raise TypeError(f"{name}: got a tensor; accepted: an int (an upper bound of the document lengths)")
-    if tuple(window_size) not in ((-1, -1), (-1, 0)):
-        raise ValueError(f"window_size: got {tuple(window_size)}; accepted: (-1, -1) full, (-1, 0) causal")
+    validation.check_bound("max_q", max_q)
+    validation.check_bound("max_k", max_k)
+    if not isinstance(window_size, (tuple, list)) or tuple(window_size) not in ((-1, -1), (-1, 0)):
+        raise ValueError(f"window_size: got {window_size!r}; accepted: (-1, -1) full, (-1, 0) causal")
     is_causal = is_causal or tuple(window_size) == (-1, 0)
     text = _canonical(recipe)
     if text == UNQUANTIZED:
         _refuse_unquantized_options(return_lse, backend)
         return sdpa.packed(query, key, value, cu_seq_q, cu_seq_k, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     save = _will_backward(text, query, key, value)
+    seed = _seed(text, query.device, seed) if save else None
     output, lse, *_ = torch.ops.lowbit_attn.varlen_attention_forward(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, text, is_causal, scale, save,
-        deterministic or torch.are_deterministic_algorithms_enabled(), _backend(text, query.device, backend))
+        deterministic or torch.are_deterministic_algorithms_enabled(), _backend(text, query.device, backend), seed)
     return (output, lse) if return_lse else output
 
 

@@ -2,7 +2,8 @@
 
     layout        block (tokens x channels)   scale    used for
     mx32          1 x 32                      E8M0     MX operands; along tokens (32 x 1) with axis=-2, for V
-    nvfp16        1 x 16                      UE4M3    NVFP4 operands (times an optional second-level factor)
+    nvfp16        1 x 16                      UE4M3    NVFP4 operands
+    nvfp16_token  1 x 16                      UE4M3    the same, times a power of two per token that keeps scales in range
     token_block   32 x all channels           E8M0     FLAMIA section 3.1: valid along either contraction axis
     square32      32 x 32                     E8M0     FLAMIA section 3.3, dS
     per_row       1 x all                     E8M0     per-token exact-causal operands; P per row and key tile
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit_attn.formats.elements import ElementFormat, decode, encode, round_to_element
+from lowbit_attn.formats.elements import E4M3, ElementFormat, decode, encode, round_stochastic, round_to_element
 from lowbit_attn.formats.scales import (
     E8M0_NAN,
     MIN_EXPONENT,
@@ -41,6 +42,7 @@ class BlockLayout:
     channels: int | None
     scale: str = "e8m0"
     zero_exponent: int = 0
+    second_level: bool = False
 
     def block_shape(self, tokens: int, channels: int) -> tuple[int, int]:
         """The extent on a concrete tensor, never zero."""
@@ -52,6 +54,7 @@ LAYOUTS: dict[str, BlockLayout] = {
     for layout in (
         BlockLayout("mx32", 1, 32),
         BlockLayout("nvfp16", 1, 16, scale="ue4m3"),
+        BlockLayout("nvfp16_token", 1, 16, scale="ue4m3", second_level=True),
         BlockLayout("token_block", 32, None, zero_exponent=MIN_EXPONENT),
         BlockLayout("square32", 32, 32),
         BlockLayout("per_row", 1, None, zero_exponent=MIN_EXPONENT),
@@ -62,7 +65,11 @@ LAYOUTS: dict[str, BlockLayout] = {
 
 @dataclass(frozen=True)
 class Quantized:
-    """Codes [..., S, D] (uint8, one element each) and scales [..., ceil(S/bs), ceil(D/bd)] (uint8 scale codes)."""
+    """Codes [..., S, D] (uint8, one element each) and scales [..., ceil(S/bs), ceil(D/bd)] (uint8 scale codes).
+
+    `second_level` is a constant factor on every scale; `token_scales` [..., S] the E8M0 codes of nvfp16_token's second level
+    ([..., D] with axis=-2: one per line of blocks).
+    """
 
     codes: Tensor
     scales: Tensor
@@ -70,6 +77,7 @@ class Quantized:
     layout: BlockLayout
     axis: int = -1
     second_level: float = 1.0
+    token_scales: Tensor | None = None
 
 
 def block_layout(name: str) -> BlockLayout:
@@ -103,19 +111,35 @@ def _block_maximum(blocks: Tensor) -> Tensor:
     return blocks.abs().amax(dim=(-3, -1), keepdim=True)
 
 
-def _scale_codes(maximum: Tensor, element: ElementFormat, layout: BlockLayout, rule: str, top: float | None,
-                 second_level: float) -> Tensor:
-    if layout.scale == "ue4m3":
-        code = encode_ue4m3(maximum / (element.max_value * second_level))
-        return torch.where(maximum.isfinite(), code, 0x7F).to(torch.uint8)
-    exponent = shared_exponent(maximum, rule, element, top=top, zero_exponent=layout.zero_exponent)
+@dataclass(frozen=True)
+class _Scales:
+    """Scale codes and values [..., nS, 1, nD, 1]; `line` the second-level codes [..., nS, 1, 1, 1] or None."""
+
+    codes: Tensor
+    values: Tensor
+    line: Tensor | None = None
+
+
+def _e8m0_codes(maximum: Tensor, exponent: Tensor) -> Tensor:
     return torch.where(maximum.isfinite(), encode_e8m0(exponent), E8M0_NAN).to(torch.uint8)
 
 
-def _scale_values(codes: Tensor, layout: BlockLayout, second_level: float, dtype: torch.dtype) -> Tensor:
-    if layout.scale == "ue4m3":
-        return decode_ue4m3(codes, dtype) * second_level
-    return decode_e8m0(codes, dtype)
+def _block_scales(maximum: Tensor, element: ElementFormat, layout: BlockLayout, rule: str, top: float | None,
+                  second_level: float) -> _Scales:
+    """Scales of blocks with these maxima; NaN for those that hold Inf or NaN."""
+    if layout.scale == "e8m0":
+        exponent = shared_exponent(maximum, rule, element, top=top, zero_exponent=layout.zero_exponent)
+        codes = _e8m0_codes(maximum, exponent)
+        return _Scales(codes, torch.where(maximum.isfinite(), pow2(exponent, maximum.dtype), torch.nan))
+    line: Tensor | None = None
+    factor: Tensor | float = second_level
+    if layout.second_level:
+        # The largest scale of the line lands in UE4M3's top binade, so that small scales keep their bits.
+        line_maximum = maximum.amax(-2, keepdim=True) / element.max_value if maximum.numel() else maximum[..., :1, :]
+        line = _e8m0_codes(line_maximum, shared_exponent(line_maximum, "ceil", E4M3))
+        factor = decode_e8m0(line, maximum.dtype) * second_level
+    codes = torch.where(maximum.isfinite(), encode_ue4m3(maximum / element.max_value / factor), 0x7F).to(torch.uint8)
+    return _Scales(codes, decode_ue4m3(codes, maximum.dtype) * factor, line)
 
 
 def _scaled(blocks: Tensor, scale: Tensor) -> Tensor:
@@ -123,25 +147,28 @@ def _scaled(blocks: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, blocks / scale)
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def quantize(x: Tensor, element: ElementFormat, layout: BlockLayout, rule: str = "ceil", *, axis: int = -1,
              top: float | None = None, second_level: float = 1.0) -> Quantized:
     """Quantize `x` [..., tokens, channels] (any float dtype and strides) block by block.
 
     `axis=-2` runs the layout along tokens instead of channels (MX32 blocks of V along keys). `top` bounds the scaled
-    block maximum (rule 'ceil'). `second_level` is NVFP4's constant factor on every scale.
+    block maximum (rule 'ceil'). `second_level` is a constant factor on every UE4M3 scale.
     """
     if axis == -2:
         flipped = quantize(x.transpose(-1, -2), element, layout, rule, top=top, second_level=second_level)
         return Quantized(flipped.codes.transpose(-1, -2).contiguous(), flipped.scales.transpose(-1, -2).contiguous(),
-                         element, layout, axis, second_level)
+                         element, layout, axis, second_level, flipped.token_scales)
     tokens, channels = x.shape[-2:]
-    blocks = _blocked(x if x.dtype == torch.float64 else x.float(), layout)
-    maximum = _block_maximum(blocks)
-    scale_codes = _scale_codes(maximum, element, layout, rule, top, second_level)
-    scale = _scale_values(scale_codes, layout, second_level, blocks.dtype)
-    codes = encode(_scaled(blocks, scale), element)
-    return Quantized(_unblocked(codes, tokens, channels).contiguous(), scale_codes[..., 0, :, 0].contiguous(),
-                     element, layout, axis, second_level)
+    blocks = _blocked(_wide(x), layout)
+    scales = _block_scales(_block_maximum(blocks), element, layout, rule, top, second_level)
+    codes = encode(_scaled(blocks, scales.values), element)
+    line = None if scales.line is None else scales.line[..., 0, 0, 0].contiguous()
+    return Quantized(_unblocked(codes, tokens, channels).contiguous(), scales.codes[..., 0, :, 0].contiguous(), element, layout,
+                     axis, second_level, line)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -151,27 +178,49 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         codes, scales = codes.transpose(-1, -2), scales.transpose(-1, -2)
     tokens, channels = codes.shape[-2:]
     blocks = _blocked(decode(codes, q.element, dtype), q.layout)
-    scale = _scale_values(scales, q.layout, q.second_level, dtype)
-    values = _unblocked(blocks * scale[..., :, None, :, None], tokens, channels)
-    return values.transpose(-1, -2) if q.axis == -2 else values
+    values = decode_e8m0(scales, dtype) if q.layout.scale == "e8m0" else decode_ue4m3(scales, dtype) * q.second_level
+    if q.token_scales is not None:
+        values = values * decode_e8m0(q.token_scales, dtype)[..., None]
+    result = _unblocked(blocks * values[..., :, None, :, None], tokens, channels)
+    return result.transpose(-1, -2) if q.axis == -2 else result
 
 
 def round_to_blocks(x: Tensor, element: ElementFormat, layout: BlockLayout, rule: str = "ceil", *, axis: int = -1,
-                    top: float | None = None, second_level: float = 1.0) -> Tensor:
-    """`dequantize(quantize(x))` without the codes, in float32 (float64 for float64): what a tile loop wants."""
+                    top: float | None = None, second_level: float = 1.0, uniform: Tensor | None = None) -> Tensor:
+    """`dequantize(quantize(x))` without the codes, in float32 (float64 for float64): what a tile loop wants.
+
+    With `uniform`, numbers in [0, 1) of x's shape, elements are rounded stochastically.
+    """
     if axis == -2:
-        return round_to_blocks(x.transpose(-1, -2), element, layout, rule, top=top,
-                               second_level=second_level).transpose(-1, -2)
+        noise = None if uniform is None else uniform.transpose(-1, -2)
+        return round_to_blocks(x.transpose(-1, -2), element, layout, rule, top=top, second_level=second_level,
+                               uniform=noise).transpose(-1, -2)
     tokens, channels = x.shape[-2:]
-    blocks = _blocked(x if x.dtype == torch.float64 else x.float(), layout)
-    maximum = _block_maximum(blocks)
-    if layout.scale == "e8m0":
-        exponent = shared_exponent(maximum, rule, element, top=top, zero_exponent=layout.zero_exponent)
-        scale = torch.where(maximum.isfinite(), pow2(exponent, blocks.dtype), torch.nan)
-        return _unblocked(round_to_element(blocks / scale, element) * scale, tokens, channels)
-    codes = _scale_codes(maximum, element, layout, rule, top, second_level)
-    scale = _scale_values(codes, layout, second_level, blocks.dtype)
-    return _unblocked(round_to_element(_scaled(blocks, scale), element) * scale, tokens, channels)
+    blocks = _blocked(_wide(x), layout)
+    scale = _block_scales(_block_maximum(blocks), element, layout, rule, top, second_level).values
+    scaled = blocks / scale if layout.scale == "e8m0" else _scaled(blocks, scale)
+    if uniform is None:
+        rounded = round_to_element(scaled, element)
+    else:
+        rounded = round_stochastic(scaled, element, _blocked(uniform, layout))
+    return _unblocked(rounded * scale, tokens, channels)
+
+
+def quantization_counts(x: Tensor, element: ElementFormat, layout: BlockLayout, rule: str = "ceil", *, axis: int = -1,
+                        top: float | None = None) -> tuple[Tensor, Tensor]:
+    """How many elements clamp at the largest code, and how many non-zero ones become zero."""
+    if axis == -2:
+        x = x.transpose(-1, -2)
+    blocks = _blocked(_wide(x), layout)
+    scaled = _scaled(blocks, _block_scales(_block_maximum(blocks), element, layout, rule, top, 1.0).values)
+    return element_counts(blocks, scaled, element)
+
+
+def element_counts(source: Tensor, scaled: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
+    """Saturated and flushed elements of `source` once it is `scaled` and rounded."""
+    saturated = (scaled.abs() > element.max_value).sum()
+    flushed = ((source != 0) & (round_to_element(scaled, element) == 0)).sum()
+    return saturated, flushed
 
 
 def scale_per_token(q: Quantized) -> Tensor:

@@ -87,6 +87,17 @@ def round_to_element(x: Tensor, fmt: ElementFormat) -> Tensor:
     return torch.copysign(torch.round(clamped / spacing) * spacing, clamped)
 
 
+def round_stochastic(x: Tensor, fmt: ElementFormat, uniform: Tensor) -> Tensor:
+    """A neighbouring code's value, the upper one with probability equal to the fraction of the way there; saturating.
+
+    `uniform` holds numbers in [0, 1), one per element. Rounding is towards zero by magnitude plus noise, so the mean over
+    uniform noise is x itself for every |x| up to the largest value.
+    """
+    clamped = (x if x.dtype == torch.float64 else x.float()).clamp(-fmt.max_value, fmt.max_value)
+    spacing = _spacing(clamped.abs(), fmt)
+    return torch.copysign(torch.floor(clamped.abs() / spacing + uniform) * spacing, clamped)
+
+
 def encode(x: Tensor, fmt: ElementFormat) -> Tensor:
     """Codes of `x` (any float dtype, any shape) as uint8, one per element, sign in the format's top bit."""
     if fmt.torch_dtype is not None:

@@ -16,9 +16,10 @@ Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 def require_trainable(recipe: Recipe) -> None:
     """Inference-only recipes refuse inputs that require grad, in the forward."""
-    if not recipe.trains:
-        raise ValueError(f"recipe: got {recipe.canonical!r}, which is for inference only, with inputs that require grad; "
-                         "accepted: a recipe that trains (mxfp8), or torch.no_grad()")
+    refusal = recipe.training_refusal
+    if refusal:
+        raise ValueError(f"recipe: got {recipe.canonical!r}, which is for inference only, with inputs that require grad "
+                         f"({refusal}); accepted: a recipe that trains (mxfp8), or torch.no_grad()")
 
 
 def require_causal(recipe: Recipe, is_causal: bool) -> None:
@@ -42,11 +43,13 @@ def _visibility(query: Tensor, keys: int, key_lengths: Tensor | None, is_causal:
 
 @torch.library.custom_op("lowbit_attn::attention_forward", mutates_args=())
 def attention_forward(query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, recipe: str, is_causal: bool,
-                      bottom_right: bool, scale: float | None, save: bool, deterministic: bool, backend: str) -> Outputs:
+                      bottom_right: bool, scale: float | None, save: bool, deterministic: bool, backend: str,
+                      seed: Tensor | None = None) -> Outputs:
     """Attention of query [B, Sq, Hq, D] over key, value [B, Sk, Hkv, D]; any strides.
 
     Returns output (query's shape and dtype, contiguous), lse [B, Hq, Sq] float32, and the six tensors of `ops.saved`
-    (empty unless `save`). `recipe` is canonical text, `backend` a concrete name.
+    (empty unless `save`). `recipe` is canonical text, `backend` a concrete name, `seed` an int64 scalar for the stochastic
+    rounding of the backward (recipes with ds_stochastic).
     """
     parsed = resolve(recipe)
     _check(query, key, value, key_lengths, parsed, is_causal)
@@ -62,7 +65,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, key_lengths: Te
 
 @attention_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, recipe: str, is_causal: bool, bottom_right: bool,
-      scale: float | None, save: bool, deterministic: bool, backend: str) -> Outputs:
+      scale: float | None, save: bool, deterministic: bool, backend: str, seed: Tensor | None = None) -> Outputs:
     parsed = resolve(recipe)
     _check(query, key, value, key_lengths, parsed, is_causal)
     lse = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=torch.float32)
@@ -73,12 +76,14 @@ def _(query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, rec
 def attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, q_codes: Tensor,
                        q_scales: Tensor, k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor,
                        key_lengths: Tensor | None, recipe: str, is_causal: bool, bottom_right: bool, scale: float | None,
-                       deterministic: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+                       deterministic: bool, backend: str,
+                       seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, [B, S, H, D] in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
     saved = unflatten_saved([q_codes, q_scales, k_codes, k_scales, v_codes, v_scales], parsed, packed=False)
     visibility = _visibility(output, k_codes.shape[1], key_lengths, is_causal, bottom_right)
-    grads = backward(grad_output.transpose(1, 2), grad_lse, saved, output.transpose(1, 2), lse, parsed, visibility, scale=scale)
+    grads = backward(grad_output.transpose(1, 2), grad_lse, saved, output.transpose(1, 2), lse, parsed, visibility, scale=scale,
+                     seed=seed)
     return tuple(g.new_empty((g.shape[0], g.shape[2], g.shape[1], g.shape[3]), dtype=grad_output.dtype)  # type: ignore[return-value]
                  .copy_(g.transpose(1, 2)) for g in (grads.query, grads.key, grads.value))
 
@@ -87,27 +92,27 @@ def attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Ten
 def _(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, q_codes: Tensor, q_scales: Tensor,
       k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, key_lengths: Tensor | None, recipe: str,
       is_causal: bool, bottom_right: bool, scale: float | None, deterministic: bool,
-      backend: str) -> tuple[Tensor, Tensor, Tensor]:
+      backend: str, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(grad_output.new_empty(x.shape) for x in (q_codes, k_codes, v_codes))  # type: ignore[return-value]
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Outputs) -> None:
-    _, _, _, key_lengths, recipe, is_causal, bottom_right, scale, save, deterministic, backend = inputs
+    _, _, _, key_lengths, recipe, is_causal, bottom_right, scale, save, deterministic, backend, seed = inputs
     require_trainable(resolve(recipe))
     if not save:
         raise ValueError("save: got False with inputs that require grad; accepted: True")
-    ctx.save_for_backward(*output, key_lengths)
+    ctx.save_for_backward(*output, key_lengths, seed)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
     ctx.options = (recipe, is_causal, bottom_right, scale, deterministic, backend)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple:
-    *output, key_lengths = ctx.saved_tensors
+    *output, key_lengths, seed = ctx.saved_tensors
     if grad_output is None:
         grad_output = torch.zeros_like(output[0])
-    grads = attention_backward(grad_output, grad_lse, *output, key_lengths, *ctx.options)
-    return (*grads, *[None] * 8)
+    grads = attention_backward(grad_output, grad_lse, *output, key_lengths, *ctx.options, seed)
+    return (*grads, *[None] * 9)
 
 
 attention_forward.register_autograd(_backward, setup_context=_setup_context)

@@ -1,15 +1,15 @@
 """The tensors that a forward operator returns for its backward, in one layout for every backend.
 
 Six tensors follow output and lse: for each of query, key and value its codes (uint8, the operand's own shape) and one
-scale code per token and head ([B, H, S] or [H, T], uint8). Without a backward to come all six are empty. An operand that
-is not coded (identity or bf16 formats) travels as float32 values with an empty scale.
+scale code per token and head ([B, H, S] or [H, T], uint8). Recipes that do not save codes (`Recipe.saves_codes`) return
+copies of the inputs instead, with empty scales. Without a backward to come all six are empty.
 """
 
 import torch
 from torch import Tensor
 
-from lowbit_attn.recipes import Operand, Recipe
-from lowbit_attn.reference import Saved
+from lowbit_attn.recipes import Recipe
+from lowbit_attn.reference import Coded, Saved
 
 
 def scale_shape(x: Tensor) -> tuple[int, ...]:
@@ -21,27 +21,28 @@ def scale_shape(x: Tensor) -> tuple[int, ...]:
 def empty_saved(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, save: bool) -> list[Tensor]:
     """Uninitialized tensors of the right shapes and dtypes: what fakes return."""
     tensors = []
-    for x, operand in ((query, recipe.qk), (key, recipe.qk), (value, recipe.v)):
-        codes_dtype = torch.uint8 if operand.is_coded else torch.float32
-        tensors.append(x.new_empty(x.shape if save else (0,), dtype=codes_dtype))
-        tensors.append(x.new_empty(scale_shape(x) if save and operand.is_coded else (0,), dtype=torch.uint8))
+    for x in (query, key, value):
+        tensors.append(x.new_empty(x.shape if save else (0,), dtype=torch.uint8 if recipe.saves_codes else x.dtype))
+        tensors.append(x.new_empty(scale_shape(x) if save and recipe.saves_codes else (0,), dtype=torch.uint8))
     return tensors
 
 
 def flatten_saved(saved: Saved, packed: bool) -> list[Tensor]:
-    """The reference's Saved as six contiguous tensors; dense codes turn from [B, H, S, D] to [B, S, H, D]."""
+    """The reference's Saved as six fresh contiguous tensors; dense ones turn from [B, H, S, D] to [B, S, H, D]."""
     tensors = []
-    for codes, scales in (saved.query, saved.key, saved.value):
-        tensors.append((codes if packed else codes.transpose(1, 2)).contiguous())
-        tensors.append(codes.new_empty(0, dtype=torch.uint8) if scales is None else scales.contiguous())
+    for x in (saved.query, saved.key, saved.value):
+        values = x.codes if isinstance(x, Coded) else x
+        values = values if packed else values.transpose(1, 2)
+        tensors.append(values.clone(memory_format=torch.contiguous_format))
+        tensors.append(x.scales.contiguous() if isinstance(x, Coded) else values.new_empty(0, dtype=torch.uint8))
     return tensors
 
 
 def unflatten_saved(tensors: list[Tensor], recipe: Recipe, packed: bool) -> Saved:
     """Inverse of `flatten_saved`."""
 
-    def operand(codes: Tensor, scales: Tensor, fmt: Operand) -> tuple[Tensor, Tensor | None]:
-        return (codes if packed else codes.transpose(1, 2)), scales if fmt.is_coded else None
+    def operand(values: Tensor, scales: Tensor) -> Coded | Tensor:
+        values = values if packed else values.transpose(1, 2)
+        return Coded(values, scales) if recipe.saves_codes else values
 
-    formats = (recipe.qk, recipe.qk, recipe.v)
-    return Saved(*(operand(tensors[2 * i], tensors[2 * i + 1], fmt) for i, fmt in enumerate(formats)))
+    return Saved(*(operand(tensors[i], tensors[i + 1]) for i in (0, 2, 4)))

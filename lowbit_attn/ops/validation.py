@@ -3,6 +3,7 @@
 Every message names the argument, what came and what is accepted.
 """
 
+import math
 import os
 from itertools import pairwise
 
@@ -22,6 +23,8 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
             raise TypeError(f"{name}: got {type(x).__name__}; accepted: a tensor {shown}")
         if x.ndim != len(layout):
             raise ValueError(f"{name}: got rank {x.ndim}, shape {tuple(x.shape)}; accepted: {shown}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name}: got layout {x.layout}; accepted: a strided tensor {shown}")
         if x.dtype not in INPUT_DTYPES:
             raise TypeError(f"{name}: got dtype {x.dtype}; accepted: bfloat16, float16, float32")
         if x.dtype != query.dtype:
@@ -43,6 +46,28 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
                          "key/value heads")
 
 
+def check_options(scale: float | None, **flags: bool) -> None:
+    """A finite scale, and flags that are bools: a mask passed in a flag's place is refused."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            came = f"a tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
+            raise TypeError(f"{name}: got {came}; accepted: True, False")
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        came = "a tensor" if isinstance(scale, Tensor) else repr(scale)
+        raise TypeError(f"scale: got {came}; accepted: a float, or None for head_dim^-0.5")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: got {scale}; accepted: a finite float, or None for head_dim^-0.5")
+
+
+def check_bound(name: str, bound: int) -> None:
+    """An int, as max_q and max_k are."""
+    if isinstance(bound, bool | float | str | Tensor) or bound is None:
+        came = "a tensor" if isinstance(bound, Tensor) else repr(bound)
+        raise TypeError(f"{name}: got {came}; accepted: an int (an upper bound of the document lengths)")
+
+
 def check_index(name: str, index: Tensor, length: int | None, device: torch.device) -> None:
     """An int32 vector (of `length`, if given) on `device`."""
     if not isinstance(index, Tensor) or index.dtype != torch.int32 or index.ndim != 1:
@@ -59,8 +84,8 @@ def check_cu_seq(cu_seq_q: Tensor, cu_seq_k: Tensor, device: torch.device) -> No
     check_index("cu_seq_q", cu_seq_q, None, device)
     check_index("cu_seq_k", cu_seq_k, None, device)
     if cu_seq_q.shape[0] != cu_seq_k.shape[0] or cu_seq_q.shape[0] == 0:
-        raise ValueError(f"cu_seq_k: got {cu_seq_k.shape[0]} entries, cu_seq_q has {cu_seq_q.shape[0]}; accepted: equal lengths, "
-                         "documents + 1")
+        raise ValueError(f"cu_seq_k: got {cu_seq_k.shape[0]} entries, cu_seq_q has {cu_seq_q.shape[0]}; accepted: equal "
+                         "lengths, documents + 1")
 
 
 def values_are_checked(index: Tensor) -> bool:

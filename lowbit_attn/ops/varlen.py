@@ -23,11 +23,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k
 @torch.library.custom_op("lowbit_attn::varlen_attention_forward", mutates_args=())
 def varlen_attention_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
                              max_k: int, recipe: str, is_causal: bool, scale: float | None, save: bool, deterministic: bool,
-                             backend: str) -> Outputs:
+                             backend: str, seed: Tensor | None = None) -> Outputs:
     """Attention inside each document of packed query [Tq, Hq, D], key and value [Tk, Hkv, D]; any strides.
 
     Document n holds rows cu_seq[n]:cu_seq[n+1] (int32). Causal masks align bottom-right per document. Returns output
-    (query's shape and dtype), lse [Hq, Tq] float32 and the six tensors of `ops.saved`; rows of no document are zero.
+    (query's shape and dtype), lse [Hq, Tq] float32 and the six tensors of `ops.saved`; rows of no document are zero. `seed`
+    as in `attention_forward`.
     """
     parsed = resolve(recipe)
     _check(query, key, value, cu_seq_q, cu_seq_k, parsed, is_causal)
@@ -40,7 +41,8 @@ def varlen_attention_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_q
 
 @varlen_attention_forward.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, recipe: str,
-      is_causal: bool, scale: float | None, save: bool, deterministic: bool, backend: str) -> Outputs:
+      is_causal: bool, scale: float | None, save: bool, deterministic: bool, backend: str,
+      seed: Tensor | None = None) -> Outputs:
     parsed = resolve(recipe)
     _check(query, key, value, cu_seq_q, cu_seq_k, parsed, is_causal)
     lse = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
@@ -51,40 +53,42 @@ def _(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Ten
 def varlen_attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, q_codes: Tensor,
                               q_scales: Tensor, k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor,
                               cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, recipe: str, is_causal: bool,
-                              scale: float | None, deterministic: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+                              scale: float | None, deterministic: bool, backend: str,
+                       seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of packed query, key and value in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
     saved = unflatten_saved([q_codes, q_scales, k_codes, k_scales, v_codes, v_scales], parsed, packed=True)
     grads = varlen_backward(grad_output, grad_lse, saved, output, lse, cu_seq_q, cu_seq_k, parsed, is_causal=is_causal,
-                            scale=scale)
-    return tuple(g.to(grad_output.dtype).contiguous() for g in (grads.query, grads.key, grads.value))  # type: ignore[return-value]
+                            scale=scale, seed=seed)
+    narrow = (g.to(grad_output.dtype).contiguous() for g in (grads.query, grads.key, grads.value))
+    return tuple(narrow)  # type: ignore[return-value]
 
 
 @varlen_attention_backward.register_fake
 def _(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, q_codes: Tensor, q_scales: Tensor,
       k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
       max_k: int, recipe: str, is_causal: bool, scale: float | None, deterministic: bool,
-      backend: str) -> tuple[Tensor, Tensor, Tensor]:
+      backend: str, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(grad_output.new_empty(x.shape) for x in (q_codes, k_codes, v_codes))  # type: ignore[return-value]
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: Outputs) -> None:
-    _, _, _, cu_seq_q, cu_seq_k, max_q, max_k, recipe, is_causal, scale, save, deterministic, backend = inputs
+    _, _, _, cu_seq_q, cu_seq_k, max_q, max_k, recipe, is_causal, scale, save, deterministic, backend, seed = inputs
     require_trainable(resolve(recipe))
     if not save:
         raise ValueError("save: got False with inputs that require grad; accepted: True")
-    ctx.save_for_backward(*output, cu_seq_q, cu_seq_k)
+    ctx.save_for_backward(*output, cu_seq_q, cu_seq_k, seed)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
     ctx.options = (max_q, max_k, recipe, is_causal, scale, deterministic, backend)
 
 
 def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple:
-    saved = ctx.saved_tensors
+    *saved, seed = ctx.saved_tensors
     if grad_output is None:
         grad_output = torch.zeros_like(saved[0])
-    grads = varlen_attention_backward(grad_output, grad_lse, *saved, *ctx.options)
-    return (*grads, *[None] * 10)
+    grads = varlen_attention_backward(grad_output, grad_lse, *saved, *ctx.options, seed)
+    return (*grads, *[None] * 11)
 
 
 varlen_attention_forward.register_autograd(_backward, setup_context=_setup_context)

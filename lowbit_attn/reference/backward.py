@@ -1,7 +1,8 @@
 """Attention backward of the recipes that train, in plain PyTorch: the specification that kernels must equal.
 
-Source: FLAMIA sections 3.3, 3.4 and B.1. P is rebuilt from lse with the forward's codes; D = sum(O * dO) uses the dO codes
-that dP uses; dV uses E4M3(P 2^8) without a stored scale; dS is quantized once per 32 x 32 block and serves dQ and dK.
+Sources: FLAMIA sections 3.2-3.4, A.3-A.5 and B.1. P is rebuilt from lse with the forward's codes; D = sum(O * dO) uses the
+dO values that dP uses; dV uses E4M3(P 2^8) without a stored scale. dQ accumulates in float32, so no accumulator scale
+couples rows.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from lowbit_attn import formats
 from lowbit_attn.recipes import Recipe
-from lowbit_attn.reference.forward import _scores
-from lowbit_attn.reference.masks import Visibility, row_chunks
-from lowbit_attn.reference.operands import LOG2E, Saved, load_operand, round_operand, score_factor
+from lowbit_attn.reference.forward import grouped, score_product
+from lowbit_attn.reference.masks import Segment, Visibility, key_tiles, row_chunks
+from lowbit_attn.reference.noise import uniform
+from lowbit_attn.reference.operands import LOG2E, BackwardOperands, Saved, backward_operands, round_operand, score_factor
+from lowbit_attn.reference.stats import Stats
 
 
 @dataclass(frozen=True)
@@ -23,69 +26,136 @@ class Gradients:
     query: Tensor
     key: Tensor
     value: Tensor
+    stats: Stats | None = None
 
 
 def backward(grad_output: Tensor, grad_lse: Tensor | None, saved: Saved, output: Tensor, lse: Tensor, recipe: Recipe,
-             visibility: Visibility, *, scale: float | None = None) -> Gradients:
+             visibility: Visibility, *, scale: float | None = None, seed: Tensor | None = None,
+             first_token: Tensor | None = None, stats: bool = False) -> Gradients:
     """Gradients from dO [N, Hq, Sq, D] and dlse [N, Hq, Sq] (natural log) or None.
 
-    `output` and `lse` are what the forward returned (`output` possibly rounded to the model's dtype).
+    `output` and `lse` are what the forward returned (`output` possibly rounded to the model's dtype). `seed`, an int64
+    scalar tensor (0 if None), drives stochastic rounding together with each element's position; `first_token` [N] is the
+    position of each batch item's first token in a packed row.
     """
-    if not recipe.trains:
-        raise ValueError(f"recipe: {recipe.name!r} has no backward; accepted: recipes with trains=True")
-    q, k, v = (load_operand(x, o) for x, o in ((saved.query, recipe.qk), (saved.key, recipe.qk), (saved.value, recipe.v)))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    batch, heads, queries, channels = q.shape
-    kv_heads, keys = k.shape[1:3]
+    refusal = recipe.training_refusal
+    if refusal:
+        raise ValueError(f"recipe: {recipe.name!r} has no backward: {refusal}")
+    recipe = recipe.effective()
+    batch, heads, queries, channels = output.shape
+    scale = channels**-0.5 if scale is None else scale
+    operands = backward_operands(saved, recipe, scale)
+    kv_heads, keys = operands.k.shape[1:3]
     if 0 in (batch, heads, queries, keys, channels):
-        return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-    grad = round_operand(grad_output, recipe.do).to(q.dtype)
-    delta = (output.to(q.dtype) * grad).sum(-1)
-    if grad_lse is not None:
-        delta = delta - grad_lse.to(q.dtype)
-    # +inf makes P and every gradient of a row that saw no key vanish.
-    lse_base2 = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E).to(q.dtype)
-
-    groups = heads // kv_heads
-    q, grad, delta, lse_base2 = (x.view(batch, kv_heads, groups, *x.shape[2:]) for x in (q, grad, delta, lse_base2))
-    grad_query, grad_key, grad_value = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    factor = score_factor(recipe, scale)
-    for rows in row_chunks(batch * heads, queries, recipe.key_tile):
-        for start in range(0, keys, recipe.key_tile):
-            first = max(rows.start, visibility.first_row(start))
-            if first >= rows.stop:
-                break
-            tile = slice(start, min(start + recipe.key_tile, keys))
-            part = (..., slice(first, rows.stop), slice(None))
-            visible = visibility.tile(range(first, rows.stop), range(tile.start, tile.stop))
-            probability = _probability(q[part], k[:, :, tile], lse_base2[..., first:rows.stop, None], factor, visible)
-            grad_value[:, :, tile] += _over_rows(_round_for_value(probability, recipe), grad[part])
-            ds = probability * (_scores(grad[part], v[:, :, tile], 1.0) - delta[..., first:rows.stop, None])
-            if visible is not None:
-                ds = ds.masked_fill_(~visible, 0.0)
-            ds = round_operand(ds, recipe.ds)
-            grad_query[part] += _scores(ds, k[:, :, tile].transpose(-1, -2), 1.0)
-            grad_key[:, :, tile] += _over_rows(ds, q[part])
-    grad_query, grad_key = grad_query.reshape(batch, heads, queries, channels) * scale, grad_key * scale
+        return Gradients(torch.zeros_like(operands.q), torch.zeros_like(operands.k), torch.zeros_like(operands.v))
+    counters = Stats() if stats else None
+    rows = _Rows(grad_output, grad_lse, output, lse, recipe, operands, heads // kv_heads)
+    if counters is not None:
+        counters.record("do", grad_output, recipe.do)
+    noise = _Noise(recipe, seed, first_token, batch, kv_heads, heads // kv_heads, rows.delta.device)
+    grads = _accumulate(rows, operands, recipe, visibility, score_factor(recipe, scale), noise, counters)
+    grad_query, grad_key = grads.query.reshape(batch, heads, queries, channels) * scale, grads.key * scale
     if recipe.rotates(channels):
         grad_query, grad_key = formats.hadamard(grad_query), formats.hadamard(grad_key)
+    return Gradients(grad_query, grad_key, grads.value, counters)
+
+
+class _Rows:
+    """Query-side tensors, grouped by key/value head: [N, H, G, R, D] and [N, H, G, R]."""
+
+    def __init__(self, grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, recipe: Recipe,
+                 operands: BackwardOperands, groups: int) -> None:
+        dtype = operands.q.dtype
+        do_dp = round_operand(grad_output, recipe.do).to(dtype)
+        do_dv = round_operand(grad_output, recipe.do, axis=-2).to(dtype) if recipe.do.is_one_dimensional else do_dp
+        delta = (output.to(dtype) * do_dp).sum(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse.to(dtype)
+        # +inf makes P and every gradient of a row that saw no key vanish.
+        lse_base2 = torch.where(lse == -torch.inf, torch.inf, lse * LOG2E).to(dtype)
+        self.q, self.dk_q = grouped(operands.q, groups), grouped(operands.dk_q, groups)
+        self.do_dp, self.do_dv = grouped(do_dp, groups), grouped(do_dv, groups)
+        self.delta, self.lse_base2 = grouped(delta, groups), grouped(lse_base2, groups)
+
+
+class _Noise:
+    """Uniform numbers for a tile of dS, a function of seed, token positions and head; None for nearest rounding."""
+
+    def __init__(self, recipe: Recipe, seed: Tensor | None, first_token: Tensor | None, batch: int, kv_heads: int, groups: int,
+                 device: torch.device) -> None:
+        self.active = recipe.ds_stochastic
+        if self.active:
+            self.seed = torch.zeros((), dtype=torch.int64, device=device) if seed is None else seed
+            first = torch.arange(batch, device=device) << 24 if first_token is None else first_token
+            self.first_token = first.view(-1, 1, 1, 1, 1)
+            self.head = torch.arange(kv_heads * groups, device=device).view(1, kv_heads, groups, 1, 1)
+
+    def tile(self, rows: range, keys: range) -> Tensor | None:
+        """[N, H, G, rows, keys], or None."""
+        if not self.active:
+            return None
+        device = self.first_token.device
+        row = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        key = torch.arange(keys.start, keys.stop, device=device)
+        return uniform(self.seed, self.first_token + row, self.head, key)
+
+
+def _accumulate(rows: _Rows, operands: BackwardOperands, recipe: Recipe, visibility: Visibility, factor: float, noise: _Noise,
+                stats: Stats | None) -> Gradients:
+    """Sums over tiles, dQ and dK still without the softmax scale and in the rotated basis."""
+    grad_query = torch.zeros_like(rows.q)
+    grad_key, grad_value = torch.zeros_like(operands.k), torch.zeros_like(operands.v)
+    batch, kv_heads, groups, queries, _ = rows.q.shape
+    for chunk in row_chunks(batch * kv_heads * groups, queries, recipe.key_tile):
+        for tile in key_tiles(operands.k.shape[2], recipe.key_tile):
+            keys = slice(tile.start, tile.stop)
+            for segment in visibility.segments(chunk, tile):
+                part = (..., slice(segment.rows.start, segment.rows.stop), slice(None))
+                line = (..., slice(segment.rows.start, segment.rows.stop), None)
+                p = _probability(rows.q[part], operands.k[:, :, keys], rows.lse_base2[line], factor, segment.visible)
+                grad_value[:, :, keys] += _over_rows(_round_for_value(p, recipe, stats), rows.do_dv[part])
+                ds = p * (score_product(rows.do_dp[part], operands.v[:, :, keys]) - rows.delta[line])
+                if segment.visible is not None:
+                    ds = ds.masked_fill_(~segment.visible, 0.0)
+                if stats is not None:
+                    stats.record("ds", ds, recipe.ds)
+                for_query = round_operand(ds, recipe.ds)
+                grad_query[part] += _times_keys(ds, for_query, operands, recipe, segment, tile)
+                for_key = for_query
+                if recipe.ds.is_one_dimensional or noise.active:
+                    for_key = round_operand(ds, recipe.ds, axis=-2, uniform=noise.tile(segment.rows, tile))
+                grad_key[:, :, keys] += _over_rows(for_key, rows.dk_q[part])
     return Gradients(grad_query, grad_key, grad_value)
+
+
+def _times_keys(ds: Tensor, rounded: Tensor, operands: BackwardOperands, recipe: Recipe, segment: Segment,
+                tile: range) -> Tensor:
+    """dS K of one tile; with the K fold, 2^(K's exponents) joins dS before it is rounded."""
+    keys = slice(tile.start, tile.stop)
+    if operands.folded_k is not None and operands.folded_k_exponent is not None and (
+            operands.fold_everywhere or segment.diagonal):
+        folded = round_operand(ds * torch.exp2(operands.folded_k_exponent[:, :, None, None, keys]), recipe.ds)
+        return score_product(folded, operands.folded_k[:, :, keys].transpose(-1, -2))
+    return score_product(rounded, operands.dq_k[:, :, keys].transpose(-1, -2))
 
 
 def _probability(q: Tensor, k: Tensor, lse_base2: Tensor, factor: float, visible: Tensor | None) -> Tensor:
     """P = 2^(X - lse), 0 where masked."""
-    scores = _scores(q, k, factor)
+    scores = score_product(q, k).mul_(factor)
     if visible is not None:
         scores = scores.masked_fill_(~visible, -torch.inf)
     return scores.sub_(lse_base2).exp2_()
 
 
-def _round_for_value(probability: Tensor, recipe: Recipe) -> Tensor:
-    """P as dV's GEMM sees it: E4M3(P 2^8) 2^-8."""
-    if recipe.p.layout != "fixed":
-        return round_operand(probability, recipe.p)
-    factor = 2.0**recipe.p_backward_log2_scale
-    return formats.round_to_element(probability * factor, formats.element_format(recipe.p.element)) / factor
+def _round_for_value(probability: Tensor, recipe: Recipe, stats: Stats | None) -> Tensor:
+    """P as dV's GEMM sees it: E4M3(P 2^8) 2^-8 without a stored scale (FLAMIA B.1), or in blocks along queries."""
+    if recipe.p_grad.layout != "fixed":
+        return round_operand(probability, recipe.p_grad, axis=-2)
+    scaled = probability * 2.0**recipe.p_grad_log2_scale
+    if stats is not None:
+        stats.record_scaled("p", probability, scaled, recipe.p_grad)
+    element = formats.element_format(recipe.p_grad.element)
+    return formats.round_to_element(scaled, element) * 2.0**-recipe.p_grad_log2_scale
 
 
 def _over_rows(weights: Tensor, rows: Tensor) -> Tensor:

@@ -1,33 +1,90 @@
-"""Base-two exponentials of the recipes: exact, and Schraudolph's affine map read as a BF16 pattern.
+"""Base-two exponentials of the recipes: exact, Schraudolph's and Mitchell's.
 
-Source: Fused-Softmax sections 4.2, 4.3 and appendix B.
+Sources: Fused-Softmax sections 4.2, 4.3 and appendix B; FLAMIA section 3.7 and appendix C.
 
-The Schraudolph path works in the affine coordinate a = C (X - m) + D, which the score GEMM delivers on hardware; the
-conversion then rounds 65535 a to an unsigned 16-bit code (stage A) whose bits are read as BF16.
+`x` is the score relative to the row's (possibly stale) maximum, in doublings; -inf, a masked key, gives 0 everywhere.
+Both approximations write x in fixed point into exponent and mantissa bits, which yields 2^floor(x) (1 + frac(x)).
 """
+
+import math
 
 import torch
 from torch import Tensor
 
-SCHRAUDOLPH_EPSILON = 0.05798
-"""Minimizes the RMS error of the linear mantissa over one doubling (Fused-Softmax 4.2)."""
+from lowbit_attn import formats
+
+EPSILON = 0.05798
+"""Offset of the Schraudolph proxies; minimizes the RMS error over one doubling (Fused-Softmax 4.2)."""
 
 AFFINE_SLOPE = 2.0**-9
-"""C: one doubling is 128 BF16 pattern units of 2^-16."""
+"""C: one doubling is 128 BF16 pattern units of 2^-16 (Fused-Softmax 4.3)."""
 
-AFFINE_OFFSET = AFFINE_SLOPE * (127.0 - SCHRAUDOLPH_EPSILON)
-"""D: the coordinate of X = m."""
+AFFINE_OFFSET = AFFINE_SLOPE * (127.0 - EPSILON)
+"""D: the affine coordinate of x = 0."""
+
+SIGMA = 0.0573
+"""FLAMIA's offset: the ratio to 2^x averages one (C.2)."""
+
+DIRECT_OFFSET = 0.4584
+"""8 * SIGMA: the same offset in units of one E4M3 code."""
+
+MITCHELL_DELTA = math.log2(1.25) - 0.25
+"""log2(1.25) - 0.25 centres Mitchell's error (FLAMIA C.1)."""
 
 
-def affine(x: Tensor, bias: Tensor) -> Tensor:
-    """a = C x + bias, with bias = D - C m, in x's dtype."""
-    return torch.add(bias, x, alpha=AFFINE_SLOPE)
+def affine(scores: Tensor, maximum: Tensor) -> Tensor:
+    """a = C X + beta with beta = D - C m: what the score GEMM of Fused-Softmax delivers."""
+    return torch.add(AFFINE_OFFSET - AFFINE_SLOPE * maximum, scores, alpha=AFFINE_SLOPE)
 
 
 def schraudolph_u16(coordinate: Tensor) -> Tensor:
-    """Stage A: P from affine coordinates, values exactly representable in BF16. -inf (a masked key) gives 0.
+    """Stage A: P from affine coordinates, values exactly representable in BF16.
 
-    Coordinates above 1 saturate at code 0xFFFF, a NaN pattern; the rollback gate keeps them out.
+    The packed conversion multiplies by 65535, not 65536. Coordinates above 1 saturate at code 0xFFFF, a NaN pattern; the
+    rollback gate keeps them out.
     """
     code = torch.round(coordinate.clamp(0.0, 1.0).float() * 65535.0).to(torch.int32)
     return (code << 16).view(torch.float32)
+
+
+def schraudolph_pattern(x: Tensor, mantissa_bits: int, bias: int, offset: float = EPSILON) -> Tensor:
+    """Integer bit pattern of 2^x in a float format: round(2^M (x + bias - offset)), 0 below its range. int64."""
+    pattern = torch.round((x.double() + (bias - offset)) * 2.0**mantissa_bits)
+    return torch.where(x == -torch.inf, 0.0, pattern).clamp_min(0.0).to(torch.int64)
+
+
+def schraudolph_u32(x: Tensor) -> Tensor:
+    """The FP32 proxy."""
+    return schraudolph_pattern(x, 23, 127).clamp_max(0x7F7FFFFF).to(torch.int32).view(torch.float32)
+
+
+def schraudolph_u8(x: Tensor) -> Tensor:
+    """The E4M3 proxy: 7 doublings below the maximum to 8.8 above; saturates at 448, the code before NaN."""
+    code = schraudolph_pattern(x, 3, 7).clamp_max(0x7E).to(torch.uint8)
+    return formats.decode(code, formats.E4M3)
+
+
+def mixed_schraudolph(x: Tensor) -> Tensor:
+    """FLAMIA's BF16 Schraudolph for five of every eight pairs of neighbouring keys (the first five), exact for the rest."""
+    pattern = schraudolph_pattern(x, 7, 127, SIGMA).clamp_max(0x7F7F).to(torch.int32)
+    pair = torch.arange(x.shape[-1], device=x.device) // 2 % 8
+    return torch.where(pair < 5, (pattern << 16).view(torch.float32), torch.exp2(x.float()))
+
+
+def mitchell(x: Tensor, window: int) -> Tensor:
+    """FLAMIA C.1: exact fixed point while x - delta is in [-window, 128 - window); below it the value stays at 2^-window."""
+    magic = torch.tensor(2.0**23 + window * 2.0**16, dtype=torch.float32)
+    lowest = torch.tensor(2.0**23, dtype=torch.float32).view(torch.int32)
+    # The product and sum are exact in float64, so the cast rounds once, like a fused multiply-add.
+    shifted = ((x.double() - MITCHELL_DELTA) * 2.0**16 + magic.double()).float()
+    bits = shifted.view(torch.int32).clamp_min(int(lowest)).to(torch.int64)
+    offset = (127 << 23) - (int(magic.view(torch.int32)) << 7)
+    pattern = ((bits << 7) + offset) & 0xFFFFFFFF
+    value = torch.where(pattern >= 1 << 31, pattern - (1 << 32), pattern).to(torch.int32).view(torch.float32)
+    return torch.where(x == -torch.inf, 0.0, value)
+
+
+def direct_codes(log2_code_value: Tensor) -> Tensor:
+    """E4M3 codes of 2^y straight from y, in fp16 arithmetic: round(8 (y + 7) - 0.4584), clamped to 0..126. uint8."""
+    code = ((log2_code_value + 7.0) * 8.0 - DIRECT_OFFSET).half().float()
+    return torch.round(torch.nan_to_num(code, nan=0.0, neginf=0.0).clamp(0.0, 126.0)).to(torch.uint8)

@@ -5,6 +5,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+QUERY_TILE = 128
+"""Rows that share the decision whether a key tile is a diagonal one."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive query rows that treat one key tile alike.
+
+    `visible` is bool, broadcastable to [N, 1, 1, rows, keys], or None where every row sees every key. `diagonal` marks
+    tiles that the causal diagonal crosses for the rows' query tile.
+    """
+
+    rows: range
+    visible: Tensor | None
+    diagonal: bool
+
 
 @dataclass(frozen=True)
 class Visibility:
@@ -31,26 +47,34 @@ class Visibility:
         offset = keys - queries if bottom_right else 0
         return cls(queries, keys, key_lengths, torch.full((batch,), offset, device=device), (offset, offset))
 
-    def first_row(self, first_key: int) -> int:
-        """A lower bound, rounded down to a multiple of 32, of the rows that see any key from `first_key` on."""
-        if self.diagonal is None:
-            return 0
-        return max(0, first_key - self.diagonal_bounds[1]) // 32 * 32
+    def segments(self, rows: range, tile: range) -> list[Segment]:
+        """The rows among `rows` that may see a key of `tile`: those on the diagonal, then those that see all of it.
 
-    def tile(self, rows: range, keys: range) -> Tensor | None:
-        """Bool [N, 1, 1, rows, keys], or None where every row is known to see every key."""
-        causal = self.diagonal is not None and keys.stop - 1 > rows.start + self.diagonal_bounds[0]
-        if not causal and self.key_lengths is None:
-            return None
-        device = (self.diagonal if self.key_lengths is None else self.key_lengths).device  # type: ignore[union-attr]
-        key = torch.arange(keys.start, keys.stop, device=device)
-        visible = torch.ones((), dtype=torch.bool, device=device)
+        Segments start at multiples of 32 rows, the diagonal one ends at a multiple of QUERY_TILE.
+        """
+        if self.diagonal is None:
+            return [Segment(rows, self._visible(rows, tile, causal=False), False)]
+        lower, upper = self.diagonal_bounds
+        first = max(rows.start, max(0, tile.start - upper) // 32 * 32)
+        full = max(first, -(-(tile.stop - 1 - lower) // QUERY_TILE) * QUERY_TILE)
+        crossed, complete = range(first, min(full, rows.stop)), range(full, rows.stop)
+        segments = []
+        if crossed:
+            segments.append(Segment(crossed, self._visible(crossed, tile, causal=True), True))
+        if complete:
+            segments.append(Segment(complete, self._visible(complete, tile, causal=False), False))
+        return segments
+
+    def _visible(self, rows: range, tile: range, *, causal: bool) -> Tensor | None:
+        visible = None
         if self.key_lengths is not None:
+            key = torch.arange(tile.start, tile.stop, device=self.key_lengths.device)
             visible = (key < self.key_lengths[:, None])[:, None, None, None, :]
-        if causal:
-            row = torch.arange(rows.start, rows.stop, device=device)
-            below = key <= row[:, None] + self.diagonal[:, None, None]  # type: ignore[index]
-            visible = visible & below[:, None, None]
+        if causal and self.diagonal is not None:
+            key = torch.arange(tile.start, tile.stop, device=self.diagonal.device)
+            row = torch.arange(rows.start, rows.stop, device=self.diagonal.device)
+            below = (key <= row[:, None] + self.diagonal[:, None, None])[:, None, None]
+            visible = below if visible is None else visible & below
         return visible
 
     def valid_keys(self) -> Tensor | None:
@@ -62,5 +86,10 @@ class Visibility:
 
 def row_chunks(heads: int, queries: int, tile: int) -> list[range]:
     """Query rows in chunks whose score tile holds about a million elements: memory stays linear in the sequence."""
-    rows = max(128, (1 << 20) // max(1, heads * tile) // 128 * 128)
+    rows = max(QUERY_TILE, (1 << 20) // max(1, heads * tile) // QUERY_TILE * QUERY_TILE)
     return [range(start, min(start + rows, queries)) for start in range(0, queries, rows)]
+
+
+def key_tiles(keys: int, tile: int) -> list[range]:
+    """The key tiles of a sequence, the last one possibly short."""
+    return [range(start, min(start + tile, keys)) for start in range(0, keys, tile)]

@@ -1,4 +1,4 @@
-"""Quantized operands of one attention call: rotation, prescale and codes of Q, K and V, and what the backward keeps."""
+"""Operands of the attention GEMMs: rotation and prescale of Q and K, formats along each contraction axis, saved codes."""
 
 import math
 from dataclasses import dataclass
@@ -7,44 +7,39 @@ import torch
 from torch import Tensor
 
 from lowbit_attn import formats
-from lowbit_attn.formats import Quantized
 from lowbit_attn.recipes import Operand, Recipe
+from lowbit_attn.reference.stats import Stats
 
 LOG2E = math.log2(math.e)
 
 
-def quantize_operand(x: Tensor, operand: Operand, *, axis: int = -1) -> Quantized | None:
-    """Codes of `x` [..., tokens, channels] in the operand's format, or None for uncoded operands."""
-    if not operand.is_coded:
-        return None
-    return formats.quantize(x, formats.element_format(operand.element), formats.block_layout(operand.layout), operand.rule,
-                            axis=axis)
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
-def round_operand(x: Tensor, operand: Operand, *, axis: int = -1) -> Tensor:
-    """The values that quantization leaves of `x`, in float32 (float64 for float64)."""
-    wide = x if x.dtype == torch.float64 else x.float()
+def round_operand(x: Tensor, operand: Operand, *, axis: int = -1, top: float | None = None,
+                  uniform: Tensor | None = None) -> Tensor:
+    """The values that quantization leaves of `x` [..., tokens, channels], in float32 (float64 for float64).
+
+    `axis` is the contraction axis of the product: one-dimensional layouts run along it, the others ignore it.
+    """
+    wide = _wide(x)
     if operand.element == "identity":
         return wide
     if operand.element == "bf16":
         return wide.to(torch.bfloat16).to(wide.dtype)
     return formats.round_to_blocks(wide, formats.element_format(operand.element), formats.block_layout(operand.layout),
-                                   operand.rule, axis=axis)
-
-
-def value_axis(operand: Operand) -> int:
-    """The axis along which V's blocks run: keys, its contraction axis, for one-dimensional layouts."""
-    return -2 if operand.layout in ("mx32", "nvfp16") else -1
+                                   operand.rule, axis=axis if operand.is_one_dimensional else -1, top=top, uniform=uniform)
 
 
 def working_qk(query: Tensor, key: Tensor, recipe: Recipe, scale: float) -> tuple[Tensor, Tensor]:
     """Q and K as they are quantized: rotated, then prescaled, in float32 (float64 for float64)."""
-    wide = [x if x.dtype == torch.float64 else x.float() for x in (query, key)]
+    q, k = _wide(query), _wide(key)
     if recipe.rotates(query.shape[-1]):
-        wide = [formats.hadamard(x) for x in wide]
+        q, k = formats.hadamard(q), formats.hadamard(k)
     if recipe.q_prescale:
-        wide[0] = wide[0] * (scale * LOG2E)
-    return wide[0], wide[1]
+        q = q * (scale * LOG2E)
+    return q, k
 
 
 def score_factor(recipe: Recipe, scale: float) -> float:
@@ -52,29 +47,139 @@ def score_factor(recipe: Recipe, scale: float) -> float:
     return 1.0 if recipe.q_prescale else scale * LOG2E
 
 
+def operand_tops(recipe: Recipe, head_dim: int) -> tuple[float | None, float | None]:
+    """Bounds of the scaled block maxima of Q and K, or None; K's shrinks above head_dim 128 so that |q . k| keeps its bound."""
+    return recipe.q_top or None, recipe.k_top * min(1.0, 128 / head_dim) or None
+
+
+@dataclass(frozen=True)
+class Coded:
+    """uint8 codes [N, H, S, D] and one scale code per token [N, H, S]."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def values(self, operand: Operand) -> Tensor:
+        """What codes and scales stand for."""
+        return self.unscaled(operand) * formats.decode_e8m0(self.scales)[..., None]
+
+    def unscaled(self, operand: Operand) -> Tensor:
+        """The codes' values without their scales."""
+        return formats.decode(self.codes, formats.element_format(operand.element))
+
+    def exponents(self) -> Tensor:
+        """Scale exponents as float32 [N, H, S]; 128 for a block that holds NaN or Inf."""
+        return (self.scales.int() - formats.scales.E8M0_BIAS).float()
+
+
+def code_per_token(x: Tensor, operand: Operand, top: float | None = None) -> Coded:
+    """Quantize `x` [N, H, S, D] in a layout with one scale per token."""
+    quantized = formats.quantize(x, formats.element_format(operand.element), formats.block_layout(operand.layout), operand.rule,
+                                 top=top)
+    return Coded(quantized.codes, formats.scale_per_token(quantized))
+
+
 @dataclass(frozen=True)
 class Saved:
-    """Codes of Q, K and V that the backward reads again: [N, H, S, D] uint8 with one scale code per token [N, H, S].
+    """What the backward reads: codes of the working Q and K and of V where the recipe saves codes, else the inputs."""
 
-    Uncoded operands (identity formats) keep their values in `codes` and have no scales.
+    query: Coded | Tensor
+    key: Coded | Tensor
+    value: Coded | Tensor
+
+
+@dataclass(frozen=True)
+class ForwardOperands:
+    """Values that the forward's GEMMs read, [N, H, S, D]; exponents [N, H, S] where scales stay outside the GEMM.
+
+    `diagonal_v` replaces V on tiles that the causal diagonal crosses.
     """
 
-    query: tuple[Tensor, Tensor | None]
-    key: tuple[Tensor, Tensor | None]
-    value: tuple[Tensor, Tensor | None]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_exponent: Tensor | None = None
+    k_exponent: Tensor | None = None
+    v_exponent: Tensor | None = None
+    diagonal_v: Tensor | None = None
+    diagonal_v_exponent: Tensor | None = None
+    saved: Saved | None = None
 
 
-def save_operand(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor | None]:
-    """Codes and per-token scale codes of `x` [N, H, S, D], or its rounded values and None."""
-    quantized = quantize_operand(x, operand)
-    if quantized is None:
-        return round_operand(x, operand), None
-    return quantized.codes, formats.scale_per_token(quantized)
+def forward_operands(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, scale: float, *, save: bool,
+                     stats: Stats | None) -> ForwardOperands:
+    """Quantize Q, K and V of an effective recipe."""
+    q, k = working_qk(query, key, recipe, scale)
+    q_top, k_top = operand_tops(recipe, query.shape[-1])
+    if stats is not None:
+        for name, x, operand, axis, top in (("q", q, recipe.qk, -1, q_top), ("k", k, recipe.qk, -1, k_top),
+                                            ("v", value, recipe.v, -2, None)):
+            stats.record(name, x, operand, axis if operand.is_one_dimensional else -1, top)
+    coded_q = coded_k = coded_v = None
+    if recipe.qk.has_token_scales:
+        coded_q, coded_k = code_per_token(q, recipe.qk, q_top), code_per_token(k, recipe.qk, k_top)
+    if recipe.v.has_token_scales:
+        coded_v = code_per_token(value, recipe.v)
+    saved = None
+    if save:
+        if recipe.saves_codes and coded_q and coded_k and coded_v:
+            saved = Saved(coded_q, coded_k, coded_v)
+        else:
+            saved = Saved(query, key, value)
+    fields: dict[str, Tensor | None] = {}
+    if recipe.score_accumulator == "fp16" and coded_q and coded_k:
+        q, k = coded_q.unscaled(recipe.qk), coded_k.unscaled(recipe.qk)
+        fields.update(q_exponent=coded_q.exponents(), k_exponent=coded_k.exponents())
+    elif coded_q and coded_k:
+        q, k = coded_q.values(recipe.qk), coded_k.values(recipe.qk)
+    else:
+        q, k = round_operand(q, recipe.qk, top=q_top), round_operand(k, recipe.qk, top=k_top)
+    if recipe.v_exponent == "running" and coded_v:
+        v, fields["v_exponent"] = coded_v.unscaled(recipe.v), coded_v.exponents()
+    else:
+        v = coded_v.values(recipe.v) if coded_v else round_operand(value, recipe.v, axis=-2)
+    if recipe.diagonal is not None:
+        per_key = code_per_token(_wide(value), recipe.diagonal)
+        fields.update(diagonal_v=per_key.unscaled(recipe.diagonal), diagonal_v_exponent=per_key.exponents())
+    return ForwardOperands(q, k, v, saved=saved, **fields)
 
 
-def load_operand(saved: tuple[Tensor, Tensor | None], operand: Operand) -> Tensor:
-    """The values of a saved operand, [N, H, S, D]."""
-    codes, scales = saved
-    if scales is None:
-        return codes
-    return formats.decode(codes, formats.element_format(operand.element)) * formats.decode_e8m0(scales)[..., None]
+@dataclass(frozen=True)
+class BackwardOperands:
+    """Values of Q, K and V for each product of the backward, [N, H, S, D].
+
+    `q`, `k` rebuild the scores; `v` is dP's; `dk_q` and `dq_k` are the gradient products' Q and K. `folded_k` (with
+    `folded_k_exponent` [N, H, S]) replaces `dq_k` where K's scales are per key and folded into dS: everywhere, or on
+    diagonal tiles only (`fold_everywhere`).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dk_q: Tensor
+    dq_k: Tensor
+    folded_k: Tensor | None = None
+    folded_k_exponent: Tensor | None = None
+    fold_everywhere: bool = False
+
+
+def backward_operands(saved: Saved, recipe: Recipe, scale: float) -> BackwardOperands:
+    """Rebuild the operands from what an effective recipe's forward saved."""
+    exact = recipe.causal_safety == "exact"
+    if isinstance(saved.query, Coded) and isinstance(saved.key, Coded) and isinstance(saved.value, Coded):
+        q, k, v = (x.values(o) for x, o in ((saved.query, recipe.qk), (saved.key, recipe.qk), (saved.value, recipe.v)))
+        if not exact:
+            return BackwardOperands(q, k, v, q, k)
+        return BackwardOperands(q, k, v, q, k, saved.key.unscaled(recipe.qk), saved.key.exponents(), True)
+    query, key, value = saved.query, saved.key, saved.value
+    if isinstance(query, Coded) or isinstance(key, Coded) or isinstance(value, Coded):
+        raise TypeError("saved: got codes and values mixed; accepted: one kind for query, key and value")
+    source_q, source_k = working_qk(query, key, recipe, scale)
+    grad_format = recipe.qk_grad or recipe.qk
+    q, k, v = round_operand(source_q, recipe.qk), round_operand(source_k, recipe.qk), round_operand(value, recipe.v)
+    dk_q, dq_k = round_operand(source_q, grad_format, axis=-2), round_operand(source_k, grad_format, axis=-2)
+    fold = recipe.diagonal if recipe.diagonal is not None else (grad_format if exact and grad_format.has_token_scales else None)
+    if fold is None:
+        return BackwardOperands(q, k, v, dk_q, dq_k)
+    per_key = code_per_token(source_k, fold)
+    return BackwardOperands(q, k, v, dk_q, dq_k, per_key.unscaled(fold), per_key.exponents(), recipe.diagonal is None)

@@ -13,16 +13,21 @@ from torch import Tensor
 from lowbit_attn import formats
 from lowbit_attn.formats.scales import MIN_EXPONENT
 from lowbit_attn.recipes import Recipe
-from lowbit_attn.reference.exponential import AFFINE_OFFSET, AFFINE_SLOPE, affine, schraudolph_u16
+from lowbit_attn.reference import exponential
 from lowbit_attn.reference.operands import round_operand
+from lowbit_attn.reference.stats import Stats
 
 
-@dataclass
-class Stats:
-    """What happened in a forward: (row, tile) steps taken and rollbacks among them. Device tensors until read."""
+@dataclass(frozen=True)
+class ValueTile:
+    """V of one key tile [N, H, T, D]; `exponent` [N, H, 1, 1, T] if its scales are folded into P instead.
 
-    tiles: int = 0
-    rollbacks: Tensor | int = 0
+    `running` folds relative to the reference exponent that runs with the loop; otherwise P's own block scales absorb them.
+    """
+
+    value: Tensor
+    exponent: Tensor | None = None
+    running: bool = False
 
 
 class RowState:
@@ -41,33 +46,24 @@ class RowState:
         self.output = like.new_zeros((*shape, channels))
         self.reference = like.new_full(column, float(MIN_EXPONENT))
 
-    def update(self, scores: Tensor, value: Tensor, value_exponent: Tensor | None, visible: Tensor | None,
-               first_row: int) -> None:
-        """Fold one tile into rows `first_row`... of the chunk.
-
-        scores [N, H, G, R', T] (overwritten); value [N, H, T, D], without its block scales if `value_exponent`
-        [N, H, 1, 1, T] holds their exponents; visible [N, 1, 1, R', T] or None.
-        """
-        rows = (..., slice(first_row, None), slice(None))
-        old = self.maximum[rows]
+    def update(self, scores: Tensor, tile: ValueTile, visible: Tensor | None, rows: slice) -> None:
+        """Fold one tile into `rows` of the chunk; scores [N, H, G, R', T] are overwritten."""
+        part = (..., rows, slice(None))
+        old = self.maximum[part]
         tile_maximum = scores.amax(-1, keepdim=True)
         exceeded, new = self._raised(old, tile_maximum)
         # -inf - -inf is NaN: a row that has seen nothing has nothing to rescale.
         decay = torch.where(old == -torch.inf, 0.0, torch.exp2(old - new))
-        probability = self._exponential(scores, old, new, exceeded)
-        # Schraudolph's integer cast loses NaN; the row sum carries it.
+        # Integer casts in the approximate exponentials lose NaN; the row sum carries it.
         poison = torch.where(tile_maximum.isnan(), torch.nan, 0.0).to(decay.dtype)
-        fold, lift = self._fold(value_exponent, visible, rows)
-        rounded = self._rounded(probability, fold)
-        weights = rounded / fold if self.recipe.row_sum == "quantized" else probability
-        row_sum = weights.sum(-1, keepdim=True)
-        self.row_sum[rows] = self.row_sum[rows] * decay + row_sum + poison
-        self.output[rows] = self.output[rows] * (decay * lift) + _product(rounded, value, visible)
+        log2_fold, lift = self._fold(tile, visible, part)
+        rounded, weights = self._weights(scores, new, log2_fold)
+        self.row_sum[part] = self.row_sum[part] * decay + weights.sum(-1, keepdim=True) + poison
+        self.output[part] = self.output[part] * (decay * lift) + _product(rounded, tile.value, visible)
         if self.stats is not None:
-            self.stats.tiles += tile_maximum.numel()
-            if self.recipe.maximum == "frozen":
-                self.stats.rollbacks = self.stats.rollbacks + (exceeded & (old != -torch.inf)).sum()
-        self.maximum[rows] = new
+            rolled_back = exceeded & (old != -torch.inf) if self.recipe.maximum == "frozen" else torch.zeros_like(exceeded)
+            self.stats.record_step(rolled_back)
+        self.maximum[part] = new
 
     def _raised(self, old: Tensor, tile_maximum: Tensor) -> tuple[Tensor, Tensor]:
         """Which rows raise their maximum, and the new one."""
@@ -79,10 +75,9 @@ class RowState:
             return exceeded, torch.where(exceeded, tile_maximum, old)
         if recipe.exponential == "schraudolph_u16":
             # The gate compares affine coordinates, which is what the hardware has (Fused-Softmax, algorithm 1).
-            bias = AFFINE_OFFSET - AFFINE_SLOPE * old
-            peak = affine(tile_maximum, bias)
-            exceeded = peak > AFFINE_OFFSET + recipe.max_threshold * AFFINE_SLOPE
-            doublings = torch.ceil((peak - AFFINE_OFFSET) / AFFINE_SLOPE)
+            peak = exponential.affine(tile_maximum, old)
+            exceeded = peak > exponential.AFFINE_OFFSET + recipe.max_threshold * exponential.AFFINE_SLOPE
+            doublings = torch.ceil((peak - exponential.AFFINE_OFFSET) / exponential.AFFINE_SLOPE)
         else:
             exceeded = tile_maximum - old > recipe.max_threshold
             doublings = torch.ceil(tile_maximum - old)
@@ -90,43 +85,66 @@ class RowState:
         exceeded = exceeded | ((old == -torch.inf) & (tile_maximum > old))
         return exceeded, torch.where(exceeded, seeded, old)
 
-    def _exponential(self, scores: Tensor, old: Tensor, new: Tensor, exceeded: Tensor) -> Tensor:
-        shown = torch.where(new == -torch.inf, 0.0, new)
-        if self.recipe.exponential == "exact":
-            return scores.sub_(shown).exp2_()
-        return schraudolph_u16(affine(scores, AFFINE_OFFSET - AFFINE_SLOPE * shown)).to(scores.dtype)
+    def _fold(self, tile: ValueTile, visible: Tensor | None, part: tuple) -> tuple[Tensor | float, Tensor | float]:
+        """log2 of what P is multiplied by before it is rounded, and the factor on what was accumulated before."""
+        constant = self.recipe.p_log2_scale if self.recipe.p.layout == "fixed" else 0.0
+        if tile.exponent is None:
+            return constant, 1.0
+        if not tile.running:
+            return tile.exponent + constant, 1.0
+        seen = tile.exponent if visible is None else torch.where(visible, tile.exponent, float(MIN_EXPONENT))
+        old, raised = self.reference[part], torch.maximum(self.reference[part], seen.amax(-1, keepdim=True))
+        self.reference[part] = raised
+        return tile.exponent - raised + constant, torch.exp2(old - raised)
 
-    def _fold(self, value_exponent: Tensor | None, visible: Tensor | None, rows: tuple) -> tuple[Tensor | float, Tensor | float]:
-        """Power of two that P is multiplied by before a fixed-scale rounding, and the factor on what came before."""
-        factor = 2.0**self.recipe.p_log2_scale if self.recipe.p.layout == "fixed" else 1.0
-        if value_exponent is None:
-            return factor, 1.0
-        seen = value_exponent if visible is None else torch.where(visible, value_exponent, float(MIN_EXPONENT))
-        old, raised = self.reference[rows], torch.maximum(self.reference[rows], seen.amax(-1, keepdim=True))
-        self.reference[rows] = raised
-        return torch.exp2(value_exponent - raised) * factor, torch.exp2(old - raised)
+    def _weights(self, scores: Tensor, maximum: Tensor, log2_fold: Tensor | float) -> tuple[Tensor, Tensor]:
+        """P as the PV GEMM sees it (folded), and the weights that the row sum adds up."""
+        recipe = self.recipe
+        shown = torch.where(maximum == -torch.inf, 0.0, maximum)
+        if recipe.exponential == "direct_u8":
+            codes = exponential.direct_codes(scores.sub_(shown) + log2_fold)
+            rounded = formats.decode(codes, formats.E4M3).to(scores.dtype)
+            return rounded, rounded * _exp2(-log2_fold)
+        probability = self._exponential(scores, shown)
+        folded = probability if isinstance(log2_fold, float) and log2_fold == 0 else probability * _exp2(log2_fold)
+        if recipe.p.layout == "fixed":
+            rounded = formats.round_to_element(folded, formats.element_format(recipe.p.element))
+            if self.stats is not None:
+                self.stats.record_scaled("p", probability, folded, recipe.p)
+        else:
+            rounded = round_operand(folded, recipe.p)
+            if self.stats is not None:
+                self.stats.record("p", folded, recipe.p)
+        return rounded, rounded * _exp2(-log2_fold) if recipe.row_sum == "quantized" else probability
 
-    def _rounded(self, probability: Tensor, fold: Tensor | float) -> Tensor:
-        """P as the PV GEMM sees it."""
-        if self.recipe.p.layout != "fixed":
-            return round_operand(probability, self.recipe.p)
-        return formats.round_to_element(probability * fold, formats.element_format(self.recipe.p.element))
+    def _exponential(self, scores: Tensor, maximum: Tensor) -> Tensor:
+        kind = self.recipe.exponential
+        if kind == "schraudolph_u16":
+            return exponential.schraudolph_u16(exponential.affine(scores, maximum)).to(scores.dtype)
+        relative = scores.sub_(maximum)
+        if kind == "exact":
+            return relative.exp2_()
+        if kind == "mitchell":
+            return exponential.mitchell(relative, self.recipe.exp_window).to(scores.dtype)
+        return getattr(exponential, kind)(relative).to(scores.dtype)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Output [N, H, G, R, D] and natural-log lse [N, H, G, R]; rows that saw no key give 0 and -inf."""
         output = self.output / torch.where(self.row_sum == 0, 1.0, self.row_sum)
         if self.recipe.p.layout == "fixed":
-            exponent = -float(self.recipe.p_log2_scale)
-            output = output * (torch.exp2(self.reference + exponent) if self.recipe.v_exponent == "running" else 2.0**exponent)
+            exponent = self.reference if self.recipe.v_exponent == "running" else 0.0
+            output = output * _exp2(exponent - self.recipe.p_log2_scale)
         lse = (self.maximum + torch.log2(self.row_sum)) * math.log(2.0)
         return output, torch.where(self.row_sum == 0, -torch.inf, lse)[..., 0]
 
 
+def _exp2(exponent: Tensor | float) -> Tensor | float:
+    return torch.exp2(exponent) if isinstance(exponent, Tensor) else 2.0**exponent
+
+
 def _product(probability: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
     """P V for [N, H, G, R, T] and [N, H, T, D]; on a masked tile a NaN in V reaches only rows that see its key."""
-    finite = value
-    if visible is not None:
-        finite = torch.where(value.isfinite(), value, 0.0)
+    finite = value if visible is None else torch.where(value.isfinite(), value, 0.0)
     lead, (groups, rows, keys) = probability.shape[:2], probability.shape[2:]
     product = torch.matmul(probability.reshape(*lead, groups * rows, keys), finite).view(*lead, groups, rows, -1)
     if visible is not None:

@@ -13,7 +13,7 @@ from lowbit_attn.recipes import Recipe
 from lowbit_attn.reference.backward import Gradients, backward
 from lowbit_attn.reference.forward import Forward, forward
 from lowbit_attn.reference.masks import Visibility
-from lowbit_attn.reference.operands import Saved
+from lowbit_attn.reference.operands import Coded, Saved
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,10 @@ class DocumentGroup:
 
     query_index: Tensor
     key_index: Tensor
+
+    def index(self, name: str) -> Tensor:
+        """The token indices of "query", "key" or "value"."""
+        return self.query_index if name == "query" else self.key_index
 
     def visibility(self, is_causal: bool) -> Visibility:
         """Causal masks align the last query of a document with its last key."""
@@ -72,45 +76,48 @@ def varlen_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, 
     for group, result in results:
         output[group.query_index] = result.output.transpose(1, 2)
         lse[:, group.query_index] = result.lse.transpose(0, 1)
-    saved = _pack_saved(query, key, value, results) if save else None
+    saved = _pack_saved(query, key, value, recipe.effective(), results) if save else None
     return Forward(output, lse, saved, None)
 
 
-def _pack_saved(query: Tensor, key: Tensor, value: Tensor, results: list[tuple[DocumentGroup, Forward]]) -> Saved:
-    packed = []
-    for name, like in (("query", query), ("key", key), ("value", value)):
-        codes: Tensor | None = None
-        scales = None
-        for group, result in results:
-            part_codes, part_scales = getattr(result.saved, name)
-            index = group.query_index if name == "query" else group.key_index
-            if codes is None:
-                codes = like.new_zeros(like.shape, dtype=part_codes.dtype)
-                scales = None if part_scales is None else like.new_zeros((like.shape[1], like.shape[0]), dtype=torch.uint8)
-            codes[index] = part_codes.transpose(1, 2)
-            if scales is not None:
-                scales[:, index] = part_scales.transpose(0, 1)
-        packed.append((like.new_zeros(like.shape, dtype=torch.uint8) if codes is None else codes, scales))
-    return Saved(*packed)
+def _pack_saved(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe,
+                results: list[tuple[DocumentGroup, Forward]]) -> Saved:
+    if not recipe.saves_codes:
+        return Saved(query, key, value)
+    packed = {name: Coded(x.new_zeros(x.shape, dtype=torch.uint8), x.new_zeros((x.shape[1], x.shape[0]), dtype=torch.uint8))
+              for name, x in (("query", query), ("key", key), ("value", value))}
+    for group, result in results:
+        for name, target in packed.items():
+            part, index = getattr(result.saved, name), group.index(name)
+            target.codes[index] = part.codes.transpose(1, 2)
+            target.scales[:, index] = part.scales.transpose(0, 1)
+    return Saved(**packed)
+
+
+def _saved_of(saved: Saved, group: DocumentGroup) -> Saved:
+    def part(name: str) -> Coded | Tensor:
+        packed, index = getattr(saved, name), group.index(name)
+        if isinstance(packed, Coded):
+            return Coded(_gather(packed.codes, index), packed.scales[:, index].transpose(0, 1))
+        return _gather(packed, index)
+
+    return Saved(part("query"), part("key"), part("value"))
 
 
 def varlen_backward(grad_output: Tensor, grad_lse: Tensor | None, saved: Saved, output: Tensor, lse: Tensor, cu_seq_q: Tensor,
-                    cu_seq_k: Tensor, recipe: Recipe, *, is_causal: bool, scale: float | None = None) -> Gradients:
+                    cu_seq_k: Tensor, recipe: Recipe, *, is_causal: bool, scale: float | None = None,
+                    seed: Tensor | None = None) -> Gradients:
     """`backward` over packed rows, with `saved`, `output` and `lse` as `varlen_forward` returned them."""
-    (q_codes, q_scales), (k_codes, k_scales), (v_codes, v_scales) = saved.query, saved.key, saved.value
     wide = torch.float64 if grad_output.dtype == torch.float64 else torch.float32
-    grads = [x.new_zeros(x.shape, dtype=wide) for x in (q_codes, k_codes, v_codes)]
-    for group in document_groups(cu_seq_q, cu_seq_k, q_codes.shape[0], k_codes.shape[0]):
+    packed = [x.codes if isinstance(x, Coded) else x for x in (saved.query, saved.key, saved.value)]
+    grads = [x.new_zeros(x.shape, dtype=wide) for x in packed]
+    for group in document_groups(cu_seq_q, cu_seq_k, packed[0].shape[0], packed[1].shape[0]):
         if 0 in (group.query_index.shape[1], group.key_index.shape[1]):
             continue
-        part = Saved(*((_gather(codes, index), None if scales is None else scales[:, index].transpose(0, 1))
-                       for codes, scales, index in ((q_codes, q_scales, group.query_index),
-                                                    (k_codes, k_scales, group.key_index),
-                                                    (v_codes, v_scales, group.key_index))))
         grad_lse_part = None if grad_lse is None else grad_lse[:, group.query_index].transpose(0, 1)
-        result = backward(_gather(grad_output, group.query_index), grad_lse_part, part, _gather(output, group.query_index),
-                          lse[:, group.query_index].transpose(0, 1), recipe, group.visibility(is_causal), scale=scale)
-        for target, grad, index in zip(grads, (result.query, result.key, result.value),
-                                       (group.query_index, group.key_index, group.key_index), strict=True):
-            target[index] = grad.transpose(1, 2)
-    return Gradients(*grads)
+        result = backward(_gather(grad_output, group.query_index), grad_lse_part, _saved_of(saved, group),
+                          _gather(output, group.query_index), lse[:, group.query_index].transpose(0, 1), recipe,
+                          group.visibility(is_causal), scale=scale, seed=seed, first_token=group.query_index[:, 0])
+        for target, name in zip(grads, ("query", "key", "value"), strict=True):
+            target[group.index(name)] = getattr(result, name).transpose(1, 2)
+    return Gradients(query=grads[0], key=grads[1], value=grads[2])
