@@ -1,5 +1,8 @@
 """The public calls: attention, varlen_attention, explain. They validate, resolve recipe and backend, and call one operator."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -7,20 +10,29 @@ from lowbit_attn import ops
 from lowbit_attn.ops import Device, Explanation, sdpa, validation
 from lowbit_attn.recipes import UNQUANTIZED, Recipe, resolve
 
+Function = TypeVar("Function", bound=Callable)
+
+
+def _constant_when_compiled(function: Function) -> Function:
+    """What torch.compiler.assume_constant_result does, without importing torch._dynamo (and Triton) with this package."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 _ALIGNMENTS = (None, "top_left", "bottom_right")
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _canonical(recipe: str | Recipe) -> str:
     return UNQUANTIZED if recipe == UNQUANTIZED else resolve(recipe).canonical
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _backend(recipe: str, device: torch.device, requested: str | None) -> str:
     return ops.choose(recipe, device, requested)
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _check_grad(recipe: str) -> None:
     ops.dense.require_trainable(resolve(recipe))
 
@@ -33,13 +45,15 @@ def _will_backward(recipe: str, *inputs: Tensor) -> bool:
     return wanted
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _is_stochastic(recipe: str) -> bool:
     return resolve(recipe).ds_stochastic
 
 
 def _seed(recipe: str, device: torch.device, seed: Tensor | None) -> Tensor | None:
     """The seed that the backward of this recipe needs, if any."""
+    if seed is not None and not isinstance(seed, Tensor):
+        raise TypeError(f"seed: got {seed!r}; accepted: an int64 scalar tensor on {device}")
     if seed is not None and (seed.dtype != torch.int64 or seed.ndim != 0 or seed.device != device):
         raise ValueError(f"seed: got {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; accepted: an int64 scalar "
                          f"tensor on {device}")
@@ -97,6 +111,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
     text = _canonical(recipe)
     if text == UNQUANTIZED:
         _refuse_unquantized_options(return_lse, backend)
+        if key_lengths is not None:
+            validation.check_key_lengths_values(key_lengths, key.shape[2])
         return sdpa.dense(query, key, value, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths,
                           scale=scale, enable_gqa=enable_gqa)
     save = _will_backward(text, query, key, value)
@@ -139,6 +155,8 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor
     text = _canonical(recipe)
     if text == UNQUANTIZED:
         _refuse_unquantized_options(return_lse, backend)
+        validation.check_cu_seq_values("cu_seq_q", cu_seq_q, query.shape[0], max_q)
+        validation.check_cu_seq_values("cu_seq_k", cu_seq_k, key.shape[0], max_k)
         return sdpa.packed(query, key, value, cu_seq_q, cu_seq_k, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     save = _will_backward(text, query, key, value)
     seed = _seed(text, query.device, seed) if save else None

@@ -49,12 +49,18 @@ class Operand:
         if self.element in ("bf16", "identity"):
             if self.layout != "none":
                 raise ValueError(f"layout: got {self.layout!r} for element {self.element!r}; accepted: 'none'")
+            self._refuse_rule(f"element {self.element!r}")
             return
         fmt = element_format(self.element)
-        if self.layout != "fixed":
-            layout = block_layout(self.layout)
-            if layout.scale == "e8m0" and (problem := rule_problem(self.rule, fmt)):
-                raise ValueError(problem)
+        if self.layout == "fixed" or block_layout(self.layout).scale != "e8m0":
+            self._refuse_rule(f"layout {self.layout!r}")
+        elif problem := rule_problem(self.rule, fmt):
+            raise ValueError(problem)
+
+    def _refuse_rule(self, owner: str) -> None:
+        """A rule chooses power-of-two scales; anything but the default would be ignored here."""
+        if self.rule != "ceil":
+            raise ValueError(f"rule: got {self.rule!r}, but {owner} has no power-of-two scales to choose; accepted: 'ceil'")
 
     @property
     def is_coded(self) -> bool:
@@ -154,14 +160,23 @@ class Recipe:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {', '.join(accepted)}")
         if self.key_tile <= 0 or self.key_tile % 32:
             raise ValueError(f"key_tile: got {self.key_tile}; accepted: a positive multiple of 32")
+        for name in ("max_threshold", "p_log2_scale", "p_grad_log2_scale", "q_top", "k_top"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name}: got {getattr(self, name)}; accepted: a finite number")
         if self.max_threshold < 0:
             raise ValueError(f"max_threshold: got {self.max_threshold}; accepted: 0 or more doublings")
+        if not 0 < self.exp_window < 128:
+            raise ValueError(f"exp_window: got {self.exp_window}; accepted: 1 to 127 doublings below the maximum")
         problems = [*self._operand_problems(), *self._window_problems(), *self._causal_problems(), *self._training_problems()]
         if problems:
             raise ValueError(f"recipe {self.name!r}: {problems[0]}")
 
     def _operand_problems(self) -> list[str]:
         problems = []
+        for name in ("qk", "qk_grad", "diagonal", "v", "do", "ds"):
+            operand = getattr(self, name)
+            if operand is not None and operand.layout == "fixed":
+                problems.append(f"{name}: layout 'fixed' has no scale but P's constant factor; accepted: for p and p_grad only")
         if self.v_exponent == "running":
             if self.p.layout != "fixed" and self.exponential != "direct_u8":
                 problems.append("v_exponent='running' folds V's exponents into a P of layout 'fixed'; this P has block scales")
@@ -213,13 +228,14 @@ class Recipe:
             problems.append("a frozen maximum is seeded from the first tile and is not defined under a causal mask")
         if not self.trains:
             return problems
-        for name, operand in (("qk", self.qk), ("v", self.v), ("do", self.do), ("qk_grad", self.qk_grad)):
-            if operand is None or not operand.is_coded:
+        for name, operand in (("qk", self.qk), ("v", self.v), ("do", self.do), ("qk_grad", self.qk_grad), ("ds", self.ds),
+                              ("p", self.p)):
+            layout = None if operand is None else LAYOUTS.get(operand.layout)
+            if operand is None or layout is None or (name == "p" and layout.tokens == 1):  # a row of P sees its own keys only
                 continue
-            layout = LAYOUTS.get(operand.layout)
-            if operand.rule == "floor" and layout is not None and layout.scale == "e8m0":
-                problems.append(f"{name}: floor scales clamp the block maximum, which leaks later tokens (FLAMIA 3.2)")
-            if operand.layout == "per_tensor" or (layout is not None and layout.tokens is not None and layout.tokens > 32):
+            if operand.rule != "ceil":
+                problems.append(f"{name}: {operand.rule} scales clamp the block maximum, which leaks later tokens (FLAMIA 3.2)")
+            if layout.tokens is None or layout.tokens > 32:
                 problems.append(f"{name}: layout {operand.layout!r} shares a scale over more than 32 positions (FLAMIA 3.2)")
         return problems
 
@@ -273,7 +289,7 @@ class Recipe:
         base = RECIPES.get(self.name)
         if base is None:
             raise ValueError(f"recipe name: got {self.name!r}; accepted: a named recipe changed by dataclasses.replace")
-        options = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self)
+        options = [f"{f.name}={_text(getattr(self, f.name), getattr(base, f.name))}" for f in fields(self)
                    if f.compare and getattr(self, f.name) != getattr(base, f.name)]
         return f"{self.name}:{','.join(options)}" if options else self.name
 
@@ -281,7 +297,9 @@ class Recipe:
 _OPTIONAL_OPERANDS = ("qk_grad", "diagonal")
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, like: Any) -> str:
+    if isinstance(like, float):
+        value = float(value)  # 2 and 2.0 are one recipe, so they are one text
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
@@ -364,6 +382,8 @@ def _parse(text: str) -> Recipe:
         if key not in settable or not separator:
             raise ValueError(f"recipe option: got {option!r} in {text!r}; accepted: key=value with key one of "
                              f"{', '.join([*settable, *_ALIASES])}")
+        if key in changes:
+            raise ValueError(f"recipe option: got {key!r} twice in {text!r}; accepted: each option once")
         changes[key] = _parse_value(key, value, settable[key])
     return replace(base, **changes)
 

@@ -132,13 +132,15 @@ def _block_scales(maximum: Tensor, element: ElementFormat, layout: BlockLayout, 
         codes = _e8m0_codes(maximum, exponent)
         return _Scales(codes, torch.where(maximum.isfinite(), pow2(exponent, maximum.dtype), torch.nan))
     line: Tensor | None = None
-    factor: Tensor | float = second_level
+    # Divisors are tensors: CUDA divides by a Python number as a product with its rounded reciprocal.
+    largest, factor = maximum.new_full((), element.max_value), maximum.new_full((), second_level)
     if layout.second_level:
         # The largest scale of the line lands in UE4M3's top binade, so that small scales keep their bits.
-        line_maximum = maximum.amax(-2, keepdim=True) / element.max_value if maximum.numel() else maximum[..., :1, :]
+        finite = torch.where(maximum.isfinite(), maximum, 0.0)
+        line_maximum = torch.nn.functional.pad(finite, (0, 0, 0, 1)).amax(-2, keepdim=True) / largest
         line = _e8m0_codes(line_maximum, shared_exponent(line_maximum, "ceil", E4M3))
         factor = decode_e8m0(line, maximum.dtype) * second_level
-    codes = torch.where(maximum.isfinite(), encode_ue4m3(maximum / element.max_value / factor), 0x7F).to(torch.uint8)
+    codes = torch.where(maximum.isfinite(), encode_ue4m3(maximum / largest / factor), 0x7F).to(torch.uint8)
     return _Scales(codes, decode_ue4m3(codes, maximum.dtype) * factor, line)
 
 

@@ -9,8 +9,8 @@ Policy, the same for every format:
       (E2M3, E2M1): a block that held a NaN carries it in its scale instead (see `blocks`).
 """
 
+import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class ElementFormat:
     @property
     def max_exponent(self) -> int:
         """Exponent of the binade of the largest finite value (`emax` of the OCP specification)."""
-        return int(torch.tensor(self.max_value, dtype=torch.float64).log2().floor().item())
+        return math.frexp(self.max_value)[1] - 1
 
 
 E4M3 = ElementFormat("e4m3", 4, 3, 7, 448.0, 0x7F, torch.float8_e4m3fn)
@@ -90,12 +90,15 @@ def round_to_element(x: Tensor, fmt: ElementFormat) -> Tensor:
 def round_stochastic(x: Tensor, fmt: ElementFormat, uniform: Tensor) -> Tensor:
     """A neighbouring code's value, the upper one with probability equal to the fraction of the way there; saturating.
 
-    `uniform` holds numbers in [0, 1), one per element. Rounding is towards zero by magnitude plus noise, so the mean over
-    uniform noise is x itself for every |x| up to the largest value.
+    `uniform` holds numbers in [0, 1), one per element. Magnitudes round up where fraction + uniform >= 1, so the mean over
+    uniform noise is x itself for every |x| up to the largest value, and a code's own value never moves.
     """
     clamped = (x if x.dtype == torch.float64 else x.float()).clamp(-fmt.max_value, fmt.max_value)
     spacing = _spacing(clamped.abs(), fmt)
-    return torch.copysign(torch.floor(clamped.abs() / spacing + uniform) * spacing, clamped)
+    steps = clamped.abs() / spacing
+    below = torch.floor(steps)
+    # Not floor(steps + uniform): the sum would round up to the next code, past the largest one too.
+    return torch.copysign((below + (steps - below >= 1 - uniform)) * spacing, clamped)
 
 
 def encode(x: Tensor, fmt: ElementFormat) -> Tensor:
@@ -113,24 +116,16 @@ def encode(x: Tensor, fmt: ElementFormat) -> Tensor:
     return (code | sign).to(torch.uint8)
 
 
-@lru_cache(maxsize=32)
-def _code_values(fmt: ElementFormat) -> tuple[float, ...]:
-    codes = torch.arange(2**fmt.bits, dtype=torch.int32)
-    if fmt.torch_dtype is not None:
-        return tuple(codes.to(torch.uint8).view(fmt.torch_dtype).double().tolist())
-    mantissa = codes & (2**fmt.mantissa_bits - 1)
-    exponent = (codes >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
-    fraction = mantissa.double() * 2.0**-fmt.mantissa_bits
-    scale = torch.exp2(exponent.clamp_min(1).double() - fmt.bias)
-    magnitude = (fraction + (exponent > 0).double()) * scale
-    return tuple(torch.where(codes >> (fmt.bits - 1) == 1, -magnitude, magnitude).tolist())
-
-
 def decode(codes: Tensor, fmt: ElementFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of uint8 `codes`, exact in any `dtype` of at least bfloat16's range and 4 significant bits."""
     if codes.dtype != torch.uint8:
         raise TypeError(f"codes: got dtype {codes.dtype}; accepted: torch.uint8")
     if fmt.torch_dtype is not None:
         return codes.contiguous().view(fmt.torch_dtype).to(dtype)
-    table = torch.tensor(_code_values(fmt), dtype=dtype, device=codes.device)
-    return table[(codes & (2**fmt.bits - 1)).long()]
+    # In integers, so that it is exact in every dtype and needs no table on the device.
+    code = codes.int() & (2**fmt.bits - 1)
+    exponent = (code >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
+    significand = (code & (2**fmt.mantissa_bits - 1)) | ((exponent > 0).int() << fmt.mantissa_bits)
+    steps = significand << (exponent.clamp_min(1) - 1)
+    magnitude = steps.to(dtype) * 2.0 ** (fmt.min_exponent - fmt.mantissa_bits)
+    return torch.where(code >> (fmt.bits - 1) == 1, -magnitude, magnitude)

@@ -11,6 +11,8 @@ With M the block maximum and sigma = 2^e its scale:
     uos     e = ceil(log2(M / 7.25))                E2M1 only, MXAttention's optimum
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def rule_problem(rule: str, fmt: ElementFormat) -> str | None:
 def _ceil_log2_ratio(maximum: Tensor, boundary: float) -> Tensor:
     """ceil(log2(maximum / boundary)) without a rounded division or logarithm."""
     fraction, exponent = torch.frexp(maximum)
-    bound_fraction, bound_exponent = torch.frexp(torch.tensor(boundary, dtype=maximum.dtype, device=maximum.device))
+    bound_fraction, bound_exponent = math.frexp(boundary)
     return exponent - bound_exponent + (fraction > bound_fraction).to(exponent.dtype)
 
 

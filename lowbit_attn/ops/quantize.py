@@ -46,5 +46,5 @@ def _(x: Tensor, operand: str, along_tokens: bool, rotate: bool, prescale: float
     block = [layout.tokens or tokens, layout.channels or channels]
     if along_tokens:
         block = [layout.channels or tokens, layout.tokens or channels]
-    blocks = [(size + width - 1) // max(1, width) for size, width in zip((tokens, channels), block, strict=True)]
+    blocks = [-(-size // max(1, width)) for size, width in zip((tokens, channels), block, strict=True)]
     return x.new_empty(x.shape, dtype=torch.uint8), x.new_empty((batch, heads, *blocks), dtype=torch.uint8)

@@ -15,7 +15,9 @@ def dense(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, bottom_
     column = torch.arange(keys, device=query.device)[None]
     lengths = torch.full((query.shape[0],), keys, device=query.device) if key_lengths is None else key_lengths
     lengths = lengths[:, None, None, None]
-    mask = (column < lengths).expand(-1, -1, queries, -1)
+    live = column < lengths
+    key, value = _without_padding(key, live.mT), _without_padding(value, live.mT)
+    mask = live.expand(-1, -1, queries, -1)
     if is_causal:
         mask = mask & (column <= row + (lengths - queries if bottom_right else 0))
     return _masked(query, key, value, mask, scale, enable_gqa)
@@ -26,10 +28,13 @@ def packed(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k
     """torch SDPA on packed [T, H, D] with a block-diagonal mask of the documents, so memory grows with Tq x Tk."""
     q_document, q_row = _documents(cu_seq_q, query.shape[0])
     k_document, k_row = _documents(cu_seq_k, key.shape[0])
-    mask = (q_document[:, None] == k_document[None]) & (q_document < cu_seq_q.shape[0] - 1)[:, None] & (q_row >= 0)[:, None]
-    mask = mask & (k_row >= 0)[None]
-    if is_causal:
-        shift = (cu_seq_k.diff() - cu_seq_q.diff())[q_document.clamp_max(cu_seq_q.shape[0] - 2)]
+    documents = cu_seq_q.shape[0] - 1
+    q_live, k_live = (q_row >= 0) & (q_document < documents), (k_row >= 0) & (k_document < documents)
+    query = _without_padding(query, q_live[:, None, None])
+    key, value = (_without_padding(x, k_live[:, None, None]) for x in (key, value))
+    mask = (q_document[:, None] == k_document[None]) & q_live[:, None] & k_live[None]
+    if is_causal and documents:
+        shift = (cu_seq_k.diff() - cu_seq_q.diff())[q_document.clamp_max(documents - 1)]
         mask = mask & (k_row[None] <= (q_row + shift)[:, None])
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     return _masked(q, k, v, mask[None, None], scale, enable_gqa)[0].transpose(0, 1)
@@ -40,6 +45,11 @@ def _documents(cu_seq: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     row = torch.arange(tokens, device=cu_seq.device, dtype=torch.int32)
     document = torch.searchsorted(cu_seq[1:].contiguous(), row, right=True)
     return document, row - cu_seq[document.clamp_max(cu_seq.shape[0] - 1)]
+
+
+def _without_padding(x: Tensor, live: Tensor) -> Tensor:
+    # A weight of zero times a NaN in the padding is a NaN in every row.
+    return torch.where(live, x, 0.0)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, enable_gqa: bool) -> Tensor:

@@ -57,7 +57,7 @@ def check_options(scale: float | None, **flags: bool) -> None:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         came = "a tensor" if isinstance(scale, Tensor) else repr(scale)
         raise TypeError(f"scale: got {came}; accepted: a float, or None for head_dim^-0.5")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale: got {scale}; accepted: a finite float, or None for head_dim^-0.5")
 
 
@@ -89,7 +89,12 @@ def check_cu_seq(cu_seq_q: Tensor, cu_seq_k: Tensor, device: torch.device) -> No
 
 
 def values_are_checked(index: Tensor) -> bool:
-    """On the CPU always; elsewhere under LOWBIT_ATTN_VALIDATE=1 only, since reading them waits for the device."""
+    """On the CPU always; elsewhere under LOWBIT_ATTN_VALIDATE=1 only, since reading them waits for the device.
+
+    Never while tracing, nor for tensor subclasses such as fake tensors: there are no values yet.
+    """
+    if torch.compiler.is_compiling() or type(index) is not Tensor:
+        return False
     return index.device.type == "cpu" or os.environ.get("LOWBIT_ATTN_VALIDATE") == "1"
 
 

@@ -90,12 +90,14 @@ class RowState:
         constant = self.recipe.p_log2_scale if self.recipe.p.layout == "fixed" else 0.0
         if tile.exponent is None:
             return constant, 1.0
-        if not tile.running:
-            return tile.exponent + constant, 1.0
+        # The exponent of an unseen key may be huge (128 for NaN): 2^it times a probability of zero would be NaN.
         seen = tile.exponent if visible is None else torch.where(visible, tile.exponent, float(MIN_EXPONENT))
-        old, raised = self.reference[part], torch.maximum(self.reference[part], seen.amax(-1, keepdim=True))
+        if not tile.running:
+            return seen + constant, 1.0
+        old = self.reference[part].clone()
+        raised = torch.maximum(old, seen.amax(-1, keepdim=True))
         self.reference[part] = raised
-        return tile.exponent - raised + constant, torch.exp2(old - raised)
+        return seen - raised + constant, torch.exp2(old - raised)
 
     def _weights(self, scores: Tensor, maximum: Tensor, log2_fold: Tensor | float) -> tuple[Tensor, Tensor]:
         """P as the PV GEMM sees it (folded), and the weights that the row sum adds up."""
@@ -104,7 +106,7 @@ class RowState:
         if recipe.exponential == "direct_u8":
             codes = exponential.direct_codes(scores.sub_(shown) + log2_fold)
             rounded = formats.decode(codes, formats.E4M3).to(scores.dtype)
-            return rounded, rounded * _exp2(-log2_fold)
+            return rounded, _unfolded(rounded, log2_fold)
         probability = self._exponential(scores, shown)
         folded = probability if isinstance(log2_fold, float) and log2_fold == 0 else probability * _exp2(log2_fold)
         if recipe.p.layout == "fixed":
@@ -115,7 +117,7 @@ class RowState:
             rounded = round_operand(folded, recipe.p)
             if self.stats is not None:
                 self.stats.record("p", folded, recipe.p)
-        return rounded, rounded * _exp2(-log2_fold) if recipe.row_sum == "quantized" else probability
+        return rounded, _unfolded(rounded, log2_fold) if recipe.row_sum == "quantized" else probability
 
     def _exponential(self, scores: Tensor, maximum: Tensor) -> Tensor:
         kind = self.recipe.exponential
@@ -140,6 +142,11 @@ class RowState:
 
 def _exp2(exponent: Tensor | float) -> Tensor | float:
     return torch.exp2(exponent) if isinstance(exponent, Tensor) else 2.0**exponent
+
+
+def _unfolded(rounded: Tensor, log2_fold: Tensor | float) -> Tensor:
+    """The rounded P without the fold; a P of zero stays zero where 2^-fold overflows (keys whose V is zero)."""
+    return torch.where(rounded == 0, 0.0, rounded * _exp2(-log2_fold))
 
 
 def _product(probability: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:

@@ -1,0 +1,1 @@
+"""Adapters to other people's frameworks; each subpackage imports its framework, this one imports nothing."""

@@ -1,0 +1,12 @@
+"""What every test shares: a fixed seed and one thread. The folder is importable: `from oracle import ...`."""
+
+import pytest
+import torch
+
+# The tensors are small, and several files may run side by side: more threads only wait for one another.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)

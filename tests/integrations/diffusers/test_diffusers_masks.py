@@ -1,0 +1,133 @@
+"""Key-padding masks run as key lengths; no other mask is ignored."""
+
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from tiny_pipelines import hunyuan, hunyuan_text, run_hunyuan, wan
+
+from lowbit_attn.integrations.diffusers import patch, report
+from lowbit_attn.integrations.diffusers.processors import HunyuanVideoProcessor
+from lowbit_attn.integrations.diffusers.processors.base import key_lengths, mask_problem
+
+VIDEO, TEXT, DIM = 12, 6, 32
+
+
+def _attention() -> Attention:
+    torch.manual_seed(0)
+    return Attention(query_dim=DIM, added_kv_proj_dim=DIM, dim_head=16, heads=2, out_dim=DIM, context_pre_only=False, bias=True,
+                     qk_norm="rms_norm", processor=HunyuanVideoAttnProcessor2_0()).requires_grad_(False)
+
+
+def _processor(recipe: str, on_unsupported: str = "error") -> HunyuanVideoProcessor:
+    processor = HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0(), "block 0", on_unsupported)
+    processor.recipe = recipe
+    return processor
+
+
+def _inputs(batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    noise = torch.Generator().manual_seed(0)
+    return torch.randn(batch, VIDEO, DIM, generator=noise), torch.randn(batch, TEXT, DIM, generator=noise)
+
+
+def _padding(*valid: int) -> torch.Tensor:
+    return (torch.arange(VIDEO + TEXT) < torch.tensor(valid)[:, None])[:, None, None]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fused_mxfp6", "fused_mxfp4"])
+def test_a_padding_mask_equals_attention_over_the_trimmed_text(recipe):
+    attn, processor, (video, text) = _attention(), _processor(recipe), _inputs()
+    masked = processor(attn, video, text, _padding(VIDEO + 4))
+    trimmed = processor(attn, video, text[:, :4], None)
+    torch.testing.assert_close(masked[0], trimmed[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(masked[1][:, :4], trimmed[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_mask_is_not_ignored():
+    attn, processor, (video, text) = _attention(), _processor("mxfp8"), _inputs()
+    assert (processor(attn, video, text, _padding(VIDEO + 2))[0] - processor(attn, video, text, None)[0]).abs().max() > 1e-3
+
+
+def test_a_ragged_batch_equals_its_rows_run_alone():
+    attn, processor, (video, text) = _attention(), _processor("mxfp8"), _inputs(batch=2)
+    both = processor(attn, video, text, _padding(VIDEO + 1, VIDEO + 5))[0]
+    for row, valid in enumerate((1, 5)):
+        alone = processor(attn, video[row:row + 1], text[row:row + 1], _padding(VIDEO + valid))[0]
+        torch.testing.assert_close(both[row:row + 1], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_one_mask_row_serves_the_whole_batch():
+    assert key_lengths(_padding(15), batch=3).tolist() == [15, 15, 15]
+    assert key_lengths(_padding(15), batch=3).dtype == torch.int32
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fused_mxfp4"])
+def test_garbage_in_padded_text_does_not_reach_the_latents(recipe):
+    """The pipeline with 6 padded tokens of garbage equals the pipeline given the 10 valid tokens alone."""
+    pipe = patch(hunyuan(), recipe)
+    padded = run_hunyuan(pipe, valid=10)
+    trimmed = run_hunyuan(pipe, **hunyuan_text(valid=10, length=10))
+    torch.testing.assert_close(padded, trimmed, rtol=1e-4, atol=1e-4)
+
+
+BAD_MASKS = {
+    "additive": torch.zeros(1, 1, 1, VIDEO + TEXT),
+    "per query": torch.ones(1, 1, VIDEO + TEXT, VIDEO + TEXT, dtype=torch.bool),
+    "two-dimensional": torch.ones(1, VIDEO + TEXT, dtype=torch.bool),
+    "of another length": torch.ones(1, 1, 1, VIDEO, dtype=torch.bool),
+    "of another batch": torch.ones(2, 1, 1, VIDEO + TEXT, dtype=torch.bool),
+    "with a hole": _padding(VIDEO + 3).logical_xor(_padding(1)),
+}
+
+
+@pytest.mark.parametrize("mask", BAD_MASKS.values(), ids=BAD_MASKS.keys())
+def test_another_mask_is_refused_by_name(mask):
+    video, text = _inputs()
+    with pytest.raises(ValueError, match=r"block 0: attention_mask: got .*; accepted: none, or bool key padding"):
+        _processor("mxfp8")(_attention(), video, text, mask)
+
+
+@pytest.mark.parametrize("name", ["additive", "per query", "with a hole"])
+def test_another_mask_runs_stock_if_the_schedule_says_so(name):
+    attn, (video, text), mask = _attention(), _inputs(), BAD_MASKS[name]
+    processor = _processor("mxfp8", on_unsupported="unchanged")
+    out = processor(attn, video, text, mask)
+    assert torch.equal(out[0], HunyuanVideoAttnProcessor2_0()(attn, video, text, mask)[0])
+    assert processor.ran == "bf16"
+    assert processor.fell_back == mask_problem(mask, 1, VIDEO + TEXT)
+
+
+def _additive_masks(pipe):
+    """Make the blocks of a pipeline get additive masks, as some model families have."""
+    def make_additive(_, args):
+        return (*args[:3], torch.zeros(args[3].shape).masked_fill(~args[3], -1e4), *args[4:])
+
+    for block in (*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks):
+        block.register_forward_pre_hook(make_additive)
+
+
+def test_calls_that_fall_back_are_reported_and_warned_about_once():
+    pipe = hunyuan()
+    _additive_masks(pipe)
+    patch(pipe, {"version": 1, "name": "f", "attention": {"default": "mxfp8", "on_unsupported": "unchanged"}})
+    with pytest.warns(UserWarning, match="not key padding; such calls run unchanged") as caught:
+        run_hunyuan(pipe, steps=2)
+    assert sum("not key padding" in str(w.message) for w in caught) == 1
+    assert report(pipe).counts() == {"bf16": 8}
+    assert report(pipe).fallbacks == {"dtype torch.float32": 8}
+
+
+def test_by_default_a_pipeline_with_other_masks_raises():
+    pipe = hunyuan()
+    _additive_masks(pipe)
+    with pytest.raises(ValueError, match=r"transformer transformer_blocks.0.attn: attention_mask: got dtype torch.float32"):
+        run_hunyuan(patch(pipe, "mxfp8"))
+
+
+def test_context_parallelism_is_refused_by_name():
+    pipe = patch(wan(experts=1), "mxfp8")
+    processor = pipe.transformer.blocks[0].attn1.processor
+    processor._parallel_config = object()
+    processor.recipe = "mxfp8"
+    with pytest.raises(NotImplementedError, match="context parallelism with recipe 'mxfp8'"):
+        pipe.transformer.blocks[0].attn1(torch.zeros(1, 4, 32))
