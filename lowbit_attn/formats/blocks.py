@@ -11,8 +11,9 @@
 
 Blocks at the end of an axis may be short; they behave as if padded with zeros. A block holding Inf or NaN gets the NaN
 scale (255, or UE4M3 0x7F) and NaN or zero codes, so that it decodes to NaN throughout. An all-zero block has zero codes;
-its scale is 1 (MXAttention algorithm 1), except in token_block and per_row, where exponents are compared with one
-another (the reference exponents of the kernels) and zero takes the smallest, 2^-127, so that it never raises another.
+its E8M0 scale is 1 (MXAttention algorithm 1), its UE4M3 scale 0, except in token_block and per_row, where exponents are
+compared with one another (the reference exponents of the kernels) and zero takes the smallest, 2^-127, so that it never
+raises another.
 """
 
 from dataclasses import dataclass
@@ -201,10 +202,7 @@ def round_to_blocks(x: Tensor, element: ElementFormat, layout: BlockLayout, rule
     blocks = _blocked(_wide(x), layout)
     scale = _block_scales(_block_maximum(blocks), element, layout, rule, top, second_level).values
     scaled = blocks / scale if layout.scale == "e8m0" else _scaled(blocks, scale)
-    if uniform is None:
-        rounded = round_to_element(scaled, element)
-    else:
-        rounded = round_stochastic(scaled, element, _blocked(uniform, layout))
+    rounded = round_to_element(scaled, element) if uniform is None else round_stochastic(scaled, element, _blocked(uniform, layout))
     return _unblocked(rounded * scale, tokens, channels)
 
 

@@ -35,6 +35,7 @@ class Piece:
     coefficients: tuple[Fraction, ...]
 
     def __call__(self, x: Fraction) -> Fraction:
+        """The polynomial's value."""
         return sum((c * x**power for power, c in enumerate(self.coefficients)), Fraction(0))
 
     def holds(self, x: Fraction) -> bool:
@@ -82,9 +83,8 @@ def _difference_pieces() -> tuple[Piece, ...]:
         whole = next(piece for piece in ERROR_PIECES if piece.holds(inside)).coefficients
         half = next(piece for piece in ERROR_PIECES if piece.holds(inside / 2)).coefficients
         polynomial = tuple(a - 8 * b / 2**power for power, (a, b) in enumerate(zip(whole, half, strict=True)))
-        if pieces and pieces[-1].coefficients == polynomial:
-            start = pieces.pop().start
-        pieces.append(Piece(start, stop, polynomial))
+        merged = bool(pieces) and pieces[-1].coefficients == polynomial
+        pieces.append(Piece(pieces.pop().start if merged else start, stop, polynomial))
     return tuple(pieces)
 
 

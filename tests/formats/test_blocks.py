@@ -380,6 +380,12 @@ def test_quantization_counts_equal_the_slow_implementation(element, rule, axis):
     assert (saturated == 0) == (rule == "ceil")
 
 
+def test_an_element_that_is_the_largest_code_counts_as_neither_saturated_nor_flushed():
+    x = torch.tensor([[6.0, -6.0, 6.5, -7.0, 0.25, 0.24, 0.0, -0.0]])
+    counted = quantization_counts(x, ELEMENTS["e2m1"], block_layout("mx32"), "floor")
+    assert [int(c) for c in counted] == [2, 2]
+
+
 @every_axis
 @every_layout
 def test_stochastic_rounding_uses_the_scale_of_the_block_and_the_noise_of_the_element(layout, axis):

@@ -1,0 +1,168 @@
+"""torchtitan 0.2.x: the config section, the inner attention modules its models call, and the model converter."""
+
+import inspect
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.models.attention import VarlenMetadata
+from torchtitan.protocols.model_converter import register_model_converter
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools import utils
+from torchtitan.tools.logging import logger
+
+import lowbit_attn.ops  # noqa: F401  registers torch.ops.lowbit_attn
+from lowbit_attn.api import explain
+from lowbit_attn.integrations.torchtitan.attention import AttentionOptions, LowbitAttention, check_options
+
+_SUPPORTED = ("llama3", "llama4", "qwen3")
+_REASONS = {
+    "deepseek_v3": "multi-head latent attention has different head dims for q and v",
+    "gpt_oss": "it uses flex attention with sliding windows and attention sinks",
+    "flux": "its joint attention is not a causal language model's",
+}
+
+
+@dataclass
+class JobConfig:
+    """What `job.custom_config_module` adds to torchtitan's JobConfig."""
+
+    lowbit_attn: AttentionOptions = field(default_factory=AttentionOptions)
+
+
+class LowbitSDPA(LowbitAttention):
+    """In place of torchtitan's ScaledDotProductAttentionWrapper."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, enable_gqa: bool = False,
+                is_causal: bool = True) -> Tensor:
+        """[B, H, L, D] in and out; `enable_gqa` follows from the head counts."""
+        return self.attend(q, k, v, is_causal=is_causal, scale=scale)
+
+
+class LowbitVarlen(LowbitAttention):
+    """In place of torchtitan's VarlenAttentionWrapper."""
+
+    def forward(self, xq: Tensor, xk: Tensor, xv: Tensor, attention_masks: VarlenMetadata,
+                scale: float | None = None) -> Tensor:
+        """[B, H, L, D] in, packed [B * L, H, D] out."""
+        # Documents end with their row, so L bounds them: unlike max_q it is the same at every step, and compiles once.
+        length = xq.shape[2]
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (xq, xk, xv))
+        return self.attend_packed(query, key, value, attention_masks.cu_seq_q, attention_masks.cu_seq_k, length, length,
+                                  scale=scale)
+
+
+class LowbitConverter:
+    """torchtitan model converter "lowbit_attn": every inner attention of the model becomes ours, before parallelization.
+
+    Everything that cannot run is refused here, before the model changes and before any data is read.
+    """
+
+    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+        if parallel_dims.cp_enabled:
+            raise NotImplementedError(
+                f"parallelism.context_parallel_degree: got {parallel_dims.cp}; lowbit_attn accepts: 1 (every rank needs the "
+                "whole sequence)")
+        self.options: AttentionOptions = getattr(job_config, "lowbit_attn", AttentionOptions())
+        check_options(self.options)
+        self.job_config = job_config
+        self.parallel_dims = parallel_dims
+        self.compute_dtype = TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]
+
+    def convert(self, model: nn.Module) -> None:
+        """Replace the inner attention of every block, or raise and leave the model as it is."""
+        sites = self._attention_sites(model)
+        attn_type = self._attention_type(model)
+        self._check_parallelism(sites[0], attn_type)
+        saved_ops = self._saved_ops()
+        replacement = LowbitVarlen if attn_type == "varlen" else LowbitSDPA
+        self._try_once(replacement(self.options, self.compute_dtype), sites[0])
+
+        for site in sites:
+            site.inner_attention = replacement(self.options, self.compute_dtype)
+        saved_ops |= {torch.ops.lowbit_attn.attention_forward.default, torch.ops.lowbit_attn.varlen_attention_forward.default}
+        if attn_type == "varlen" and self.job_config.compile.enable:
+            model.register_forward_pre_hook(_mark_document_count_dynamic, with_kwargs=True)
+        logger.info(f"lowbit_attn: {len(sites)} attention layers converted ({attn_type}). "
+                    f"{explain(self.options.recipe, utils.device_type)}")
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        """Nothing to update after an optimizer step."""
+
+    def _attention_sites(self, model: nn.Module) -> list[Any]:
+        sites = [module for module in model.modules() if hasattr(module, "inner_attention")]
+        if not sites or not all(_is_supported(site) for site in sites):
+            name = self.job_config.model.name
+            reason = f" ({_REASONS[name]})" if name in _REASONS else ""
+            raise ValueError(f"model.name: got {name!r}{reason}; lowbit_attn accepts models with the attention of: "
+                             f"{', '.join(_SUPPORTED)}")
+        return sites
+
+    def _attention_type(self, model: Any) -> str:
+        """The model's attn_type, once it and its mask type are known to mean what our modules compute."""
+        args, flavor = model.model_args, f"model.flavor {self.job_config.model.flavor!r}"
+        if args.attn_type not in ("sdpa", "varlen"):
+            raise ValueError(f"attn_type: got {args.attn_type!r} from {flavor}; lowbit_attn accepts: 'varlen' (packed "
+                             "documents, as in flavor 'debugmodel_varlen_attn') or 'sdpa' (plain causal)")
+        expected = {"sdpa": "causal", "varlen": "block_causal"}[args.attn_type]
+        if args.attn_mask_type != expected:
+            raise ValueError(f"attn_mask_type: got {args.attn_mask_type!r} from {flavor}, whose attn_type {args.attn_type!r} "
+                             f"does not apply it; lowbit_attn accepts: {expected!r}, or another attn_type")
+        return args.attn_type
+
+    def _check_parallelism(self, site: Any, attn_type: str) -> None:
+        dims = self.parallel_dims
+        if dims.pp_enabled and attn_type == "varlen":
+            raise NotImplementedError(
+                f"parallelism.pipeline_parallel_degree: got {dims.pp} with attn_type 'varlen', whose document boundaries "
+                "torchtitan would split between microbatches; lowbit_attn accepts: 1, or attn_type 'sdpa'")
+        if dims.tp_enabled and _is_a(site, "qwen3"):
+            raise NotImplementedError(
+                f"parallelism.tensor_parallel_degree: got {dims.tp} with model.name 'qwen3', which passes DTensors to its "
+                "attention; lowbit_attn accepts: 1")
+
+    def _saved_ops(self) -> set[Any]:
+        """The set of operators that selective checkpointing saves in this model's parallelize function."""
+        function = inspect.unwrap(get_train_spec(self.job_config.model.name).parallelize_fn)
+        saved = getattr(sys.modules[function.__module__], "_op_sac_save_list", None)
+        checkpoint = self.job_config.activation_checkpoint
+        if saved is None and checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op":
+            raise ValueError(f"activation_checkpoint.selective_ac_option: got 'op', but {function.__module__} has no list of "
+                             "saved operators to join; lowbit_attn accepts: a layer frequency, or mode 'full' or 'none'")
+        return set() if saved is None else saved
+
+    def _try_once(self, module: nn.Module, site: Any) -> None:
+        """Two tokens through the real call, so that what it refuses (backend, head dim, device) is refused at start-up."""
+        arguments: list[Any] = [
+            torch.zeros(1, heads, 2, site.head_dim, dtype=self.compute_dtype, device=utils.device_type, requires_grad=True)
+            for heads in (site.n_heads, site.n_kv_heads, site.n_kv_heads)]
+        if isinstance(module, LowbitVarlen):
+            boundaries = torch.tensor([0, 1, 2], dtype=torch.int32, device=utils.device_type)
+            arguments.append(VarlenMetadata(boundaries, boundaries, 1, 1))
+        with torch.enable_grad():
+            module(*arguments)
+
+
+def _is_a(site: nn.Module, model: str) -> bool:
+    home = f"torchtitan.models.{model}.model.model"
+    return any(cls.__module__ == home and cls.__name__ == "Attention" for cls in type(site).__mro__)
+
+
+def _is_supported(site: nn.Module) -> bool:
+    return any(_is_a(site, model) for model in _SUPPORTED)
+
+
+def _mark_document_count_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The number of documents varies from step to step: without this, compiled blocks recompile when it first changes."""
+    metadata = kwargs.get("attention_masks")
+    if isinstance(metadata, VarlenMetadata):
+        for cu_seq in (metadata.cu_seq_q, metadata.cu_seq_k):
+            torch._dynamo.maybe_mark_dynamic(cu_seq, 0)
+
+
+register_model_converter(LowbitConverter, "lowbit_attn")
+
+__all__ = ["JobConfig", "LowbitConverter", "LowbitSDPA", "LowbitVarlen"]

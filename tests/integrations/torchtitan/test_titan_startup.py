@@ -1,0 +1,112 @@
+"""What cannot run is refused before training, by the name of the setting, and the model stays as it was."""
+
+import importlib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from titan_runs import build_model, converter, edited_config
+from torchtitan.models.attention import FlexAttentionWrapper
+
+import lowbit_attn.integrations.torchtitan as package
+from lowbit_attn.integrations.torchtitan import AttentionOptions
+from lowbit_attn.integrations.torchtitan.launch import train
+
+
+@pytest.mark.parametrize(("new", "message"), [
+    ('recipe = "mxfp9"', r"lowbit_attn\.recipe: recipe: got 'mxfp9'; accepted names: bf16, mxfp8"),
+    ('recipe = "mxfp8:max_treshold=2"', r"lowbit_attn\.recipe: recipe option: got 'max_treshold=2'"),
+    ('recipe = "fused_mxfp6"', r"lowbit_attn\.recipe: got 'fused_mxfp6', which is for inference only .*; accepted: bf16, mxfp8"),
+    ('recipe = "mxfp8:causal=false"', r"which cannot run under a causal mask"),
+    ('recpie = "mxfp8"', r"Invalid field names.*recpie"),
+    ('backend = "hoper"', r"backend: got 'hoper'"),
+    ('recipe = "bf16"\nbackend = "reference"', r"lowbit_attn\.backend: got 'reference' with recipe 'bf16'"),
+])
+def test_bad_options_in_the_toml(new: str, message: str, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    config = edited_config(tmp_path, 'recipe = "mxfp8" ', new)
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        train([f"--job.config_file={config}", f"--job.dump_folder={tmp_path}", "--model.flavor=tiny"], on_step=seen.append)
+    assert not seen
+
+
+@pytest.mark.parametrize(("name", "flavor", "changes", "message"), [
+    ("llama3", "debugmodel_flex_attn", {}, r"attn_type: got 'flex' from model\.flavor 'debugmodel_flex_attn'"),
+    ("llama3", "debugmodel", {"attn_mask_type": "block_causal"}, r"attn_mask_type: got 'block_causal'.*attn_type 'sdpa'"),
+    ("llama3", "debugmodel_varlen_attn", {"attn_mask_type": "causal"}, r"attn_mask_type: got 'causal'.*attn_type 'varlen'"),
+    ("llama3", "debugmodel", {"dim": 1024, "n_heads": 2}, r"512.*256"),
+    ("deepseek_v3", "debugmodel", {"n_layers": 1}, r"model\.name: got 'deepseek_v3' \(multi-head latent.*llama4, qwen3"),
+    ("gpt_oss", "debugmodel", {}, r"model\.name: got 'gpt_oss' \(.*sliding windows"),
+])
+def test_unsupported_attention(name: str, flavor: str, changes: dict[str, Any], message: str, on_cpu: None) -> None:
+    model = build_model(name, flavor, device="meta", **changes)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        converter(name=name, flavor=flavor).convert(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_flex_attention_anywhere_in_a_supported_model_is_found(on_cpu: None) -> None:
+    model = build_model("llama3", "debugmodel", device="meta")
+    model.vision = FlexHolder()
+    with pytest.raises(ValueError, match=r"model\.name"):
+        converter(name="llama3", flavor="debugmodel").convert(model)
+
+
+class FlexHolder(FlexAttentionWrapper):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner_attention = FlexAttentionWrapper()
+
+
+@pytest.mark.parametrize(("dims", "name", "flavor", "message"), [
+    ({"cp": 2}, "llama3", "debugmodel", r"parallelism\.context_parallel_degree: got 2"),
+    ({"pp": 2}, "llama3", "debugmodel_varlen_attn", r"parallelism\.pipeline_parallel_degree: got 2 with attn_type 'varlen'"),
+    ({"tp": 2}, "qwen3", "debugmodel", r"parallelism\.tensor_parallel_degree: got 2 with model\.name 'qwen3'"),
+])
+def test_unsupported_parallelism(dims: dict[str, int], name: str, flavor: str, message: str, on_cpu: None) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        converter(name=name, flavor=flavor, **dims).convert(build_model(name, flavor, device="meta"))
+
+
+def test_selective_checkpointing_without_a_list_of_saved_operators(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = converter()
+    ours.job_config.activation_checkpoint.mode = "selective"
+    monkeypatch.delattr("torchtitan.models.llama3.infra.parallelize._op_sac_save_list")
+    with pytest.raises(ValueError, match=r"activation_checkpoint\.selective_ac_option: got 'op'"):
+        ours.convert(build_model("llama3_bytes", "tiny", device="meta"))
+
+
+@pytest.mark.parametrize(("found", "accepted"), [
+    ("0.2.2", True), ("0.2.3.dev20260101+cpu", True), ("0.2.1", False), ("0.3.0", False), ("1.0.0", False), (None, False),
+])
+def test_torchtitan_version(found: str | None, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.import_module(package.__name__), "version", version)
+    if accepted:
+        package._require_supported_torchtitan()
+    else:
+        with pytest.raises(ImportError, match=r"torchtitan: (found version|not installed).*accepted: 0\.2\.x"):
+            package._require_supported_torchtitan()
+
+
+def test_device_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"device: got 'gpu'; accepted: None, 'cpu'"):
+        train([], device="gpu")
+
+
+def test_deterministic_reaches_the_operator(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowbit_attn.integrations.torchtitan import attention
+
+    seen = []
+    original = attention.varlen_attention
+    monkeypatch.setattr(attention, "varlen_attention", lambda *a, **k: (seen.append(k), original(*a, **k))[1])
+    converter(AttentionOptions(deterministic=True, backend="reference")).convert(build_model("llama3_bytes", "tiny"))
+    assert seen[0]["deterministic"] is True
+    assert seen[0]["backend"] == "reference"
+
