@@ -41,12 +41,14 @@ def exact_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Frobenius norm of the difference over that of `expected`."""
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).norm() / expected.norm())
 
 
 def cosine(actual: Tensor, expected: Tensor) -> float:
     """Cosine similarity of the flattened tensors."""
-    return float(torch.nn.functional.cosine_similarity(actual.double().flatten(), expected.double().flatten(), dim=0))
+    flat = [x.detach().double().flatten() for x in (actual, expected)]
+    return float(torch.nn.functional.cosine_similarity(*flat, dim=0))
 
 
 def boundaries(*values: int) -> Tensor:

@@ -27,7 +27,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
             raise TypeError(f"{name}: got layout {x.layout}; accepted: a strided tensor {shown}")
         if x.dtype not in INPUT_DTYPES:
             raise TypeError(f"{name}: got dtype {x.dtype}; accepted: bfloat16, float16, float32")
-        if x.dtype != query.dtype:
+        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):
             raise TypeError(f"{name}: got dtype {x.dtype}, query has {query.dtype}; accepted: one dtype for all")
         if x.device != query.device:
             raise ValueError(f"{name}: got device {x.device}, query is on {query.device}; accepted: one device for all")
@@ -93,7 +93,7 @@ def values_are_checked(index: Tensor) -> bool:
 
     Never while tracing, nor for tensor subclasses such as fake tensors: there are no values yet.
     """
-    if torch.compiler.is_compiling() or type(index) is not Tensor:
+    if torch.compiler.is_compiling() or type(index) not in (Tensor, torch.nn.Parameter):
         return False
     return index.device.type == "cpu" or os.environ.get("LOWBIT_ATTN_VALIDATE") == "1"
 

@@ -88,7 +88,7 @@ def test_objective_rises_on_both_sides_of_the_minimiser(step):
 @pytest.mark.parametrize("q", [F(1), F(6), F(7), F(29, 4), F(8), F(12)])
 def test_slope_of_the_objective_is_the_difference(q):
     # J'(q) = g(q) Delta(q) / q^3 with g(q) = 1 / (q ln 2); the central difference is off by h^2 J''' / 6.
-    step = F(1, 1000)
+    step = F(1, 10000)
     slope = (uos.objective(q + step) - uos.objective(q - step)) / float(2 * step)
     assert slope == pytest.approx(float(uos.boundary_difference(q) / q**4) / math.log(2), abs=1e-7)
 

@@ -1,0 +1,1 @@
+"""Measurements of the reference beside the papers' published numbers: one module per table."""
