@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Threads that wait for work sleep: spinning ones starve whatever else the cores do.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 # Made anew when pyproject.toml changes, and when TORCH does.
 READY := $(VENV)/ready-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)

@@ -1,11 +1,14 @@
 """`lowbit-attn leak`: does a later token move an earlier row of attention under a causal mask?"""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from lowbit_attn.cli.console import console, fail
+
+if TYPE_CHECKING:
+    from lowbit_attn.cli.measurements import leaks
 
 
 def leak(
@@ -41,13 +44,13 @@ def leak(
         raise typer.Exit(1)
 
 
-def _render(name: str, found: "leaks.Leak", control: "leaks.Leak", settings: "leaks.Probes") -> Table:  # noqa: F821
+def _render(name: str, found: "leaks.Leak", control: "leaks.Leak", settings: "leaks.Probes") -> Table:
     from lowbit_attn.cli.measurements.leaks import OPERANDS, OUTPUTS, POSITIONS
 
     kind = "packed" if settings.packed else "dense"
     table = Table(title=f"Largest relative change of an earlier row: {name}, {kind}",
-                  caption=f"{settings.count} random changes per tensor, {settings.seq} tokens, {settings.channels} channels. dK and "
-                          "dV of an earlier key may depend on later queries, so their dO is zero here; a changed dO leaves "
+                  caption=f"{settings.count} random changes per tensor, {settings.seq} tokens, {settings.channels} channels. dK "
+                          "and dV of an earlier key may depend on later queries, so their dO is zero here; a changed dO leaves "
                           "nothing to ask of them.", caption_justify="left")
     for heading in ("changed", "earlier rows in", *OUTPUTS, *(f"control {output}" for output in OUTPUTS)):
         table.add_column(heading, justify="left" if heading in ("changed", "earlier rows in") else "right")

@@ -10,7 +10,6 @@ app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.command("accuracy")(accuracy.accuracy)
 app.command("leak")(leak.leak)
-app.command("accuracy")(accuracy.accuracy)
 app.add_typer(schedule.app, name="schedule")
 
 if __name__ == "__main__":

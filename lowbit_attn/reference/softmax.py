@@ -100,35 +100,54 @@ class RowState:
         return seen - raised + constant, torch.exp2(old - raised)
 
     def _weights(self, scores: Tensor, maximum: Tensor, log2_fold: Tensor | float) -> tuple[Tensor, Tensor]:
-        """P as the PV GEMM sees it (folded), and the weights that the row sum adds up."""
-        recipe = self.recipe
-        shown = torch.where(maximum == -torch.inf, 0.0, maximum)
-        if recipe.exponential == "direct_u8":
-            codes = exponential.direct_codes(scores.sub_(shown) + log2_fold)
-            rounded = formats.decode(codes, formats.E4M3).to(scores.dtype)
-            return rounded, _unfolded(rounded, log2_fold)
-        probability = self._exponential(scores, shown)
-        folded = probability if isinstance(log2_fold, float) and log2_fold == 0 else probability * _exp2(log2_fold)
-        if recipe.p.layout == "fixed":
-            rounded = formats.round_to_element(folded, formats.element_format(recipe.p.element))
-            if self.stats is not None:
-                self.stats.record_scaled("p", probability, folded, recipe.p)
-        else:
-            rounded = round_operand(folded, recipe.p)
-            if self.stats is not None:
-                self.stats.record("p", folded, recipe.p)
-        return rounded, _unfolded(rounded, log2_fold) if recipe.row_sum == "quantized" else probability
+        """P as the PV GEMM sees it (folded), and the weights that the row sum adds up.
 
-    def _exponential(self, scores: Tensor, maximum: Tensor) -> Tensor:
+        A quantized row sum adds up P rounded without V's exponents: the fold may take a key with a tiny V below the smallest
+        code, which costs the output nothing, but a denominator must not depend on V.
+        """
+        recipe = self.recipe
+        affine = recipe.exponential == "schraudolph_u16"
+        relative = scores if affine else scores.sub_(torch.where(maximum == -torch.inf, 0.0, maximum))
+        constant = recipe.p_log2_scale if recipe.p.layout == "fixed" else 0.0
+        if recipe.exponential == "direct_u8":
+            rounded = self._direct(relative, log2_fold)
+            plain = self._direct(relative, constant) if isinstance(log2_fold, Tensor) else rounded
+            return rounded, plain * 2.0**-constant
+        probability = self._exponential(relative, maximum)
+        rounded = self._round(probability, log2_fold, count=True)
+        if recipe.row_sum == "exact":
+            return rounded, probability
+        plain = self._round(probability, constant) if isinstance(log2_fold, Tensor) else rounded
+        return rounded, plain * 2.0**-constant
+
+    @staticmethod
+    def _direct(relative: Tensor, log2_fold: Tensor | float) -> Tensor:
+        return formats.decode(exponential.direct_codes(relative + log2_fold), formats.E4M3).to(relative.dtype)
+
+    def _round(self, probability: Tensor, log2_fold: Tensor | float, count: bool = False) -> Tensor:
+        """P times 2^log2_fold in P's format."""
+        p = self.recipe.p
+        folded = probability if isinstance(log2_fold, float) and log2_fold == 0 else probability * _exp2(log2_fold)
+        if count and self.stats is not None:
+            if p.layout == "fixed":
+                self.stats.record_scaled("p", probability, folded, p)
+            else:
+                self.stats.record("p", folded, p)
+        if p.layout == "fixed":
+            return formats.round_to_element(folded, formats.element_format(p.element))
+        return round_operand(folded, p)
+
+    def _exponential(self, relative: Tensor, maximum: Tensor) -> Tensor:
+        """2^x of scores relative to the maximum; the affine proxy takes the scores themselves."""
         kind = self.recipe.exponential
         if kind == "schraudolph_u16":
-            return exponential.schraudolph_u16(exponential.affine(scores, maximum)).to(scores.dtype)
-        relative = scores.sub_(maximum)
+            shown = torch.where(maximum == -torch.inf, 0.0, maximum)
+            return exponential.schraudolph_u16(exponential.affine(relative, shown)).to(relative.dtype)
         if kind == "exact":
             return relative.exp2_()
         if kind == "mitchell":
-            return exponential.mitchell(relative, self.recipe.exp_window).to(scores.dtype)
-        return getattr(exponential, kind)(relative).to(scores.dtype)
+            return exponential.mitchell(relative, self.recipe.exp_window).to(relative.dtype)
+        return getattr(exponential, kind)(relative).to(relative.dtype)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Output [N, H, G, R, D] and natural-log lse [N, H, G, R]; rows that saw no key give 0 and -inf."""

@@ -1,15 +1,16 @@
 import pytest
 from typer.testing import CliRunner
 
+from lowbit_attn.cli.console import console
 from lowbit_attn.cli.main import app
 
 
 @pytest.fixture
-def run():
+def run(monkeypatch):
     """Runs a command in this process; its result has exit_code, stdout and stderr."""
+    monkeypatch.setattr(console, "_width", 200)  # no table cell is broken over lines
 
     def invoke(*arguments):
-        # Wide, so that no table cell is broken over lines.
-        return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
     return invoke

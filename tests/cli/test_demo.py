@@ -15,7 +15,7 @@ for package in ("torchtitan", "diffusers", "matplotlib", "torchmetrics"):
 def report(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
     arguments = ["demo", "--out", str(out), "--size", "tiny", "--steps", "3", "--video-steps", "8", "--device", "cpu"]
-    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, (result.stderr, result.exception)
     return out, result.stdout
 

@@ -62,7 +62,8 @@ def test_difference_follows_from_the_error(q):
 
 
 def test_sign_table():
-    assert [(i.start, i.stop, i.sign) for i in uos.sign_table()] == [(F(0), F(1, 4), 0), (F(1, 4), F(29, 4), -1), (F(29, 4), None, 1)]
+    intervals = [(i.start, i.stop, i.sign) for i in uos.sign_table()]
+    assert intervals == [(F(0), F(1, 4), 0), (F(1, 4), F(29, 4), -1), (F(29, 4), None, 1)]
 
 
 def test_minimiser_is_29_quarters():

@@ -5,11 +5,9 @@ bit-identical, a default recipe every row outside the token's block of 32 (FLAMI
 from dataclasses import replace
 
 import pytest
-import torch
 
 from lowbit_attn.cli.measurements.leaks import (
     OPERANDS,
-    OUTPUTS,
     POSITIONS,
     Probes,
     broken_promises,
@@ -46,18 +44,18 @@ def test_exact_at_the_head_dims_of_models(name, channels, packed):
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4_fp8"])
 def test_exact_mxfp8_codes_leave_key_and_value_gradients_too(name):
     # Not promised, but per-token operands and row exponents of dS share nothing there either.
-    assert probe(exact(name), Probes(count=50, channels=32)).worst(("dK", "dV")) == 0
+    assert probe(exact(name), Probes(count=25, channels=32)).worst(("dK", "dV")) == 0
 
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.causal])
 def test_default_leaves_rows_of_earlier_blocks(name):
-    leak = probe(RECIPES[name], Probes(count=50, channels=32))
+    leak = probe(RECIPES[name], Probes(count=25, channels=32))
     assert leak.worst(("O", "dQ"), ("earlier blocks",)) == 0
 
 
 def test_default_moves_rows_of_the_own_block():
     # The residue that FLAMIA A.3 describes, and that `exact` removes.
-    leak = probe(RECIPES["mxfp8"], Probes(count=50, channels=32))
+    leak = probe(RECIPES["mxfp8"], Probes(count=25, channels=32))
     for operand, output in (("q", "O"), ("k", "O"), ("v", "O"), ("dO", "dQ")):
         assert leak.worst((output,), ("same block",), (operand,)) > 0
 
@@ -123,8 +121,3 @@ def test_recipes_without_a_backward_are_probed_forward_only():
 def test_sequences_too_short_for_an_earlier_block_are_refused():
     with pytest.raises(ValueError, match="at least 64"):
         Probes(seq=63)
-
-
-def test_outputs_are_the_four_tensors():
-    assert OUTPUTS == ("O", "dQ", "dK", "dV")
-    assert torch.equal(torch.tensor(0.0), torch.tensor(-0.0))
