@@ -25,11 +25,11 @@ def inputs(heads, kv_heads, queries, keys, channels=64, batch=1):
     return [torch.randn(s, requires_grad=True) for s in shapes]
 
 
-def assert_conforms(tensors, alignment=None, lengths=None):
+def assert_conforms(tensors, alignment=None, lengths=None, scale=None):
     query, key, _ = tensors
     output, lse = attention(*tensors, is_causal=alignment is not None, causal_align=alignment, key_lengths=lengths,
-                            enable_gqa=True, return_lse=True, backend="reference")
-    expected, expected_lse = exact_attention(*tensors, visible(query.shape[2], key.shape[2], alignment, lengths))
+                            scale=scale, enable_gqa=True, return_lse=True, backend="reference")
+    expected, expected_lse = exact_attention(*tensors, visible(query.shape[2], key.shape[2], alignment, lengths), scale)
     assert_errors(tensors, output, lse, expected, expected_lse)
 
 
@@ -77,18 +77,32 @@ def test_key_lengths(alignment):
     assert_conforms(inputs(4, 2, 113, 140, batch=6), alignment, boundaries(0, 1, 32, 33, 129, 140))
 
 
+@pytest.mark.parametrize("scale", [0.05, -0.125])
+def test_scale(scale):
+    assert_conforms(inputs(4, 2, 113, 140), "bottom_right", scale=scale)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("cu_q", "cu_k"), [
     ((0, 15), (0, 15)), ((0, 256, 500, 1000), (0, 256, 500, 1000)), ((0, 1), (0, 3)), ((0, 2), (0, 1)), ((0, 511), (0, 1)),
     ((0, 3), (0, 513)), ((0, 307), (0, 256)), ((0, 0, 20, 20), (0, 9, 20, 30)), ((4, 30, 31), (2, 50, 52)),
 ], ids=str)
 def test_packed(cu_q, cu_k, is_causal):
+    assert_packed_conforms(cu_q, cu_k, is_causal)
+
+
+@pytest.mark.parametrize("scale", [0.05, -0.125])
+def test_packed_scale(scale):
+    assert_packed_conforms((0, 30, 90), (0, 40, 90), True, scale)
+
+
+def assert_packed_conforms(cu_q, cu_k, is_causal, scale=None):
     tensors = [torch.randn(tokens + 6, heads, 64, requires_grad=True) for tokens, heads in
                ((cu_q[-1], 4), (cu_k[-1], 2), (cu_k[-1], 2))]
     mask = torch.zeros(cu_q[-1] + 6, cu_k[-1] + 6, dtype=torch.bool)
     for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
         mask[q0:q1, k0:k1] = visible(q1 - q0, k1 - k0, "bottom_right" if is_causal else None)[0, 0]
     output, lse = varlen_attention(*tensors, boundaries(*cu_q), boundaries(*cu_k), 1000, 1000, is_causal=is_causal,
-                                   enable_gqa=True, return_lse=True, backend="reference")
-    expected, expected_lse = exact_attention(*(x.transpose(0, 1)[None] for x in tensors), mask)
+                                   scale=scale, enable_gqa=True, return_lse=True, backend="reference")
+    expected, expected_lse = exact_attention(*(x.transpose(0, 1)[None] for x in tensors), mask, scale)
     assert_errors(tensors, output.transpose(0, 1)[None], lse[None], expected, expected_lse)
