@@ -41,6 +41,11 @@ def check(operator, arguments):
     torch.library.opcheck(operator, arguments)
 
 
+def check_fake(operator, arguments):
+    """Without the slow tracing, for grids whose axes only change what the fake must say."""
+    torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS_AND_DTYPES)
 class TestLayoutsAndDtypes:
     def test_dense(self, layout, dtype):
@@ -81,11 +86,11 @@ class TestBackward:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_varlen_grad_layouts(self, layout):
-        check(OPS.varlen_attention_backward, op_calls.varlen_backward(op_calls.varlen(), grad_layout=layout))
+        check_fake(OPS.varlen_attention_backward, op_calls.varlen_backward(op_calls.varlen(), grad_layout=layout))
 
     @pytest.mark.parametrize("shape", DENSE_SHAPES)
     def test_dense_shapes(self, shape):
-        check(OPS.attention_backward, op_calls.dense_backward(op_calls.dense(**DENSE_SHAPES[shape]), grad_lse=False))
+        check_fake(OPS.attention_backward, op_calls.dense_backward(op_calls.dense(**DENSE_SHAPES[shape]), grad_lse=False))
 
     @pytest.mark.parametrize("shape", VARLEN_SHAPES)
     def test_varlen_shapes(self, shape):
@@ -107,4 +112,4 @@ class TestQuantize:
         ("e2m1/nvfp16", True),
     ])
     def test_shapes_and_formats(self, shape, along_tokens, operand):
-        check(OPS.quantize, [torch.randn(shape), operand, along_tokens, False, 1.0])
+        check_fake(OPS.quantize, [torch.randn(shape), operand, along_tokens, False, 1.0])
