@@ -39,9 +39,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    tensors = [torch.randn(1, options.heads, options.seq, options.head_dim) for _ in range(3)]
+    q, k, v = (torch.randn(1, options.heads, options.seq, options.head_dim) for _ in range(3))
     recipe, seen = resolve(options.recipe), Visibility(options.seq, options.seq)
-    times = [(seconds(lambda: plain_attention(*tensors)), seconds(lambda: forward(*tensors, recipe, seen)))
+    times = [(seconds(lambda: plain_attention(q, k, v)), seconds(lambda: forward(q, k, v, recipe, seen)))
              for _ in range(options.repeats)]
     plain, reference = (min(column) for column in zip(*times, strict=True))
     ratio = reference / plain

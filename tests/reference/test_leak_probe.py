@@ -35,10 +35,9 @@ def test_exact_leaves_every_earlier_row_of_output_and_query_gradient(name, packe
 
 @pytest.mark.full
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("name", TRAINS)
-def test_exact_at_the_head_dims_of_models(name, channels, packed):
-    assert probe(exact(name), Probes(seq=300, count=COUNT, packed=packed, channels=channels)).worst(("O", "dQ")) == 0
+def test_exact_at_head_dim_128(name, packed):
+    assert probe(exact(name), Probes(seq=200, count=COUNT, packed=packed, channels=128)).worst(("O", "dQ")) == 0
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4_fp8"])
