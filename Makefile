@@ -19,8 +19,6 @@ READY := $(VENV)/ready-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# Threads that wait for one another asleep: a machine that also does something else is not slowed down tenfold.
-demo: export OMP_WAIT_POLICY ?= passive
 demo: $(READY)  ## train a small Llama and generate a small video, in bf16 and in low bits -> demo-report/report.md
 	$(BIN)/lowbit-attn demo $(DEMO_ARGS)
 
