@@ -1,0 +1,100 @@
+"""The tiling tables equal a plain Python model, whatever the documents; run in Triton's interpreter, so no GPU is needed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROWS = 192
+
+
+def run_interpreted(test: str) -> None:
+    """Triton reads TRITON_INTERPRET when it is imported, so interpreted tests run in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{Path(__file__)}::{test}"]
+    result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter")
+def test_tables_equal_the_python_model():
+    run_interpreted("TestInterpreted")
+
+
+def clamp(x, low, high):
+    return max(low, min(x, high))
+
+
+def model(q, k, align):
+    """Documents as (q_start, q_len, k_start, k_len, k_valid) -> the tables that Tiling documents."""
+    documents, q_tiles, k_tiles, work = [], [], [], []
+    for n, ((q_start, q_len), (k_start, k_len, k_valid)) in enumerate(zip(q, k, strict=True)):
+        diagonal = {"none": 1 << 29, "top_left": 0, "bottom_right": k_valid - q_len}[align]
+        documents.append([q_start, q_len, k_start, k_len, k_valid, len(q_tiles), len(k_tiles), diagonal])
+        first = len(k_tiles)
+        q_tiles += [n] * -(-q_len // 128)
+        k_tiles += [n] * -(-k_len // 128)
+        for block in range(-(-q_len // ROWS)):
+            rows = min(ROWS, q_len - block * ROWS)
+            limit = diagonal + block * ROWS
+            tiles = -(-clamp(rows + limit, 0, k_valid) // 128)
+            work.append((-tiles, n, block, [q_start + block * ROWS, rows, k_start, k_valid, first, limit, max(tiles, 1), n]))
+    return documents, q_tiles, k_tiles, [entry[-1] for entry in sorted(work, key=lambda entry: entry[:3])]
+
+
+def assert_equal(tiling, expected):
+    documents, q_tiles, k_tiles, work = expected
+    assert tiling.documents.tolist() == documents
+    for table, values in ((tiling.q_tiles, q_tiles), (tiling.k_tiles, k_tiles)):
+        assert table.tolist() == values + [-1] * (table.numel() - len(values))
+    assert tiling.count.item() == len(work)
+    assert tiling.work[:len(work)].tolist() == work
+
+
+def packed_lengths(cu, tokens, valid):
+    cu = [clamp(x, 0, tokens) for x in cu]
+    bounds = [*zip(cu[:-1], cu[1:], strict=True), (cu[-1], tokens)]
+    rows = [(start, max(stop - start, 0)) for start, stop in bounds]
+    if not valid:
+        return rows
+    return [(*row, 0 if n == len(rows) - 1 else row[1]) for n, row in enumerate(rows)]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+class TestInterpreted:
+    @pytest.mark.parametrize("align", ["none", "top_left", "bottom_right"])
+    @pytest.mark.parametrize("queries, keys, lengths", [(1, 1, None), (192, 128, None), (193, 129, None), (500, 900, [900, 0, 333]),
+                                                        (900, 100, [1, 100, 50])])
+    def test_dense(self, queries, keys, lengths, align):
+        from lowbit_attn.kernels.hopper.tiling import dense_tiling
+        query = torch.empty(3, queries, 2, 8)
+        key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+        tiling = dense_tiling(query, keys, align=align, key_lengths=key_lengths, block_rows=ROWS)
+        q = [(n * queries, queries) for n in range(3)]
+        k = [(n * keys, keys, keys if lengths is None else lengths[n]) for n in range(3)]
+        assert_equal(tiling, model(q, k, align))
+
+    @pytest.mark.parametrize("align", ["none", "bottom_right"])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_packed_with_empty_and_one_token_documents_and_a_tail(self, seed, align):
+        from lowbit_attn.kernels.hopper.tiling import packed_tiling
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(0, 700, (90 if seed == 3 else 7,), generator=generator)
+        lengths[torch.rand(lengths.shape, generator=generator) < 0.3] = seed % 2
+        cu = [0, *lengths.cumsum(0).tolist()]
+        cu_k = [0, *(lengths * 2 // 3).cumsum(0).tolist()]
+        tokens, keys = cu[-1] + 50, cu_k[-1] + 1
+        tiling = packed_tiling(torch.empty(tokens, 2, 8), keys, torch.tensor(cu, dtype=torch.int32),
+                               torch.tensor(cu_k, dtype=torch.int32), align=align, block_rows=ROWS)
+        assert_equal(tiling, model(packed_lengths(cu, tokens, False), packed_lengths(cu_k, keys, True), align))
+
+    def test_boundaries_that_make_no_sense_write_no_table_out_of_bounds(self):
+        from lowbit_attn.kernels.hopper.tiling import packed_tiling
+        cu = torch.tensor([-5, 900, 3, 10_000, 0, 500], dtype=torch.int32)
+        tiling = packed_tiling(torch.empty(1000, 2, 8), 1000, cu, cu, align="bottom_right", block_rows=ROWS)
+        assert tiling.count.item() <= tiling.work.shape[0]
+        assert tiling.documents[:, :4].min() >= 0
+        assert (tiling.documents[:, 0] + tiling.documents[:, 1]).max() <= 1000
