@@ -6,6 +6,8 @@ TORCH ?= torch
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?=
+GATE_ARGS ?=
+GPU_RECORD ?= docs/gpu-record.json
 PYTEST_ARGS ?=
 # Threads that wait for work sleep: spinning ones starve whatever else the cores do.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -13,8 +15,14 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Made anew when pyproject.toml changes, and when TORCH does.
 READY := $(VENV)/ready-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
+# The oldest Triton that the kernels support, for the gate that compiles them on it. Triton exists for Linux only.
+TRITON36_PYTHON := .venv-triton36/bin/python
+ifeq ($(shell uname -s),Linux)
+TRITON36 := .venv-triton36/ready
+endif
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full lint clean
+.PHONY: help demo test test-full gpu-test gate lint clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,18 +30,25 @@ help:  ## show this list
 demo: $(READY)  ## train a small Llama and generate a small video, in bf16 and in low bits -> demo-report/report.md
 	$(BIN)/lowbit-attn demo $(DEMO_ARGS)
 
-test: $(READY)  ## run the tests
+test: $(READY) $(TRITON36)  ## run the tests
 	$(BIN)/python -m pytest -n 2 -m "not full" $(PYTEST_ARGS)
 
-test-full: $(READY)  ## run the tests and the long sweeps
+test-full: $(READY) $(TRITON36)  ## run the tests and the long sweeps
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+gpu-test: $(READY)  ## run the tests that need a GPU, and record kernels and outcomes in docs/gpu-record.json
+	LOWBIT_ATTN_GPU_RECORD=$(GPU_RECORD) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+gate: $(READY) $(TRITON36)  ## compile every Hopper kernel without a GPU; GATE_ARGS=--record accepts their sizes as they are
+	$(BIN)/python tests/gates/compile_kernels.py $(GATE_ARGS)
+	$(TRITON36_PYTHON) tests/gates/compile_kernels.py $(GATE_ARGS)
 
 lint: $(READY)  ## check style and types
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy lowbit_attn
 
 clean:  ## remove the environment and everything that was generated
-	rm -rf $(VENV) demo-report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-triton36 demo-report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Prints where a torch of at least 2.11 is installed, if one is. A .pth file then shows that folder to .venv, which also works
 # when $(PYTHON) is itself in a virtual environment; pip installs nothing outside .venv.
@@ -63,3 +78,16 @@ endif
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/torch.txt
 	$(BIN)/python -m pip install --constraint $(VENV)/torch.txt --editable '.[demo,dev]'
 	@rm -f $(VENV)/ready-* && touch $@
+
+# Triton 3.6 alone; torch and the rest are borrowed from .venv, where they stand behind it on the path.
+define BORROW
+import pathlib, sysconfig, torch
+print(sysconfig.get_path("purelib"), pathlib.Path(torch.__file__).resolve().parents[1], sep="\n")
+endef
+export BORROW
+
+.venv-triton36/ready: $(READY)
+	$(PYTHON) -m venv .venv-triton36
+	@$(BIN)/python -c "$$BORROW" > "$$($(TRITON36_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	$(TRITON36_PYTHON) -m pip install --no-deps triton==3.6.0
+	@touch $@

@@ -5,7 +5,9 @@ and never `cu_seqlens` itself. Values that make no sense (decreasing or past the
 written out of bounds whatever the tables are built from.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +22,7 @@ EVERYTHING = 1 << 29
 
 DOCUMENT_COLUMNS = 8
 WORK_COLUMNS = 8
+NUM_WARPS = 8
 
 
 @dataclass(frozen=True)
@@ -198,7 +201,7 @@ def _launch(like: Tensor, documents: int, tokens_q: int, tokens_k: int, total_q:
     _build[grid](result.documents, result.q_tiles, result.k_tiles, result.work, result.count,
                  none if cu_q is None else cu_q, none if cu_k is None else cu_k, none if lengths is None else lengths,
                  documents, tokens_q, tokens_k, max_q, max_k, max_work, PACKED=packed, HAS_LENGTHS=lengths is not None,
-                 ALIGN=ALIGNMENTS[align], ROWS=block_rows, E=entries, CHUNK=64)
+                 ALIGN=ALIGNMENTS[align], ROWS=block_rows, E=entries, CHUNK=64, num_warps=NUM_WARPS)
     return result
 
 
@@ -214,3 +217,14 @@ def packed_tiling(query: Tensor, keys: int, cu_seq_q: Tensor, cu_seq_k: Tensor, 
     documents = min(cu_seq_q.shape[0], cu_seq_k.shape[0])
     return _launch(query, documents, query.shape[0], keys, query.shape[0], keys, cu_seq_q.contiguous(), cu_seq_k.contiguous(), None,
                    align, block_rows)
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict, dict[str, Any]]]:
+    """What the static gate compiles: name, kernel, signature, constants, attributes, options."""
+    pointers = ("table", "q_tiles", "k_tiles", "work", "count", "cu_q", "cu_k", "lengths")
+    for name, packed, lengths, align in (("dense", False, True, "top_left"), ("packed", True, False, "bottom_right")):
+        constants = {"PACKED": packed, "HAS_LENGTHS": lengths, "ALIGN": ALIGNMENTS[align], "ROWS": 128, "E": 64, "CHUNK": 64}
+        signature = {argument: "*i32" if argument in pointers else "constexpr" if argument in constants else "i32"
+                     for argument in _build.arg_names}
+        aligned = {(position,): [["tt.divisibility", 16]] for position in range(len(pointers))}
+        yield f"tiling-{name}", _build, signature, constants, aligned, {"num_warps": NUM_WARPS}

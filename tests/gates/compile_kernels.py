@@ -1,0 +1,254 @@
+"""Compile every Hopper kernel variant for sm_90a, without a GPU, and look at what came out.
+
+    python tests/gates/compile_kernels.py [--record] [--fresh] [--jobs N] [--json FILE] [NAME ...]
+
+A variant fails on register spills, on wgmma instructions that ptxas serialises, on matrix instructions other than the FP8 ones,
+and on more instructions in its main loop (without a loop over matrix instructions: in the whole kernel) than recorded.json has
+for this Triton version. --record writes the figures as they are now into recorded.json; do that when a rise is meant, and say
+why in docs/kernel-log.md. Names are prefixes of variants; by default all of them are compiled.
+
+A kernel module lists its variants: `variants()` yields (name, jit function, signature, constants, attributes, options), the
+arguments of Triton's ASTSource and compile.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import io
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
+
+from kernel_sources import fingerprint  # noqa: E402
+from sass import Program  # noqa: E402
+
+TARGET = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+VERSION = ".".join(triton.__version__.split(".")[:2])
+RECORDED = HERE / "recorded.json"
+MATRIX = ("HMMA", "IMMA", "DMMA", "BMMA", "HGMMA", "IGMMA", "BGMMA", "QGMMA")
+FP8 = "QGMMA"
+SERIALISED = re.compile(r"C751[0-7].*")
+
+Variant = tuple[str, JITFunction, dict[str, str], dict[str, Any], dict[tuple[int, ...], list], dict[str, Any]]
+
+
+@dataclass
+class Compiled:
+    """What a variant compiled to; `error` instead, if it did not."""
+
+    name: str
+    seconds: float = 0.0
+    registers: int = 0
+    spilled: int = 0
+    """Bytes stored and loaded."""
+    warnings: list[str] = field(default_factory=list)
+    matrix: dict[str, int] = field(default_factory=dict)
+    """Matrix instructions by opcode, in the whole kernel."""
+    loop: int | None = None
+    """Instructions of the main loop, None without a loop over matrix instructions."""
+    total: int = 0
+    error: str | None = None
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """The figures that recorded.json holds."""
+        return {"instructions": self.total if self.loop is None else self.loop, FP8: self.matrix.get(FP8, 0)}
+
+
+def kernel_modules() -> list[ModuleType]:
+    """Every module of lowbit_attn.kernels.hopper, imported."""
+    try:
+        package = importlib.import_module("lowbit_attn.kernels.hopper")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("lowbit_attn.kernels"):
+            raise
+        return []
+    return [importlib.import_module(info.name) for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+
+
+def variants(modules: list[ModuleType]) -> list[Variant]:
+    """All variants of the modules that list some; names are unique."""
+    found = [variant for module in modules if hasattr(module, "variants") for variant in module.variants()]
+    names = [name for name, *_ in found]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise SystemExit(f"variants: two are named {', '.join(sorted(doubled))}")
+    return found
+
+
+def uncovered(modules: list[ModuleType]) -> Iterator[str]:
+    """Modules with device functions that neither list variants nor serve a module that does."""
+    def device_functions(module: ModuleType) -> set[int]:
+        return {id(x) for x in vars(module).values() if isinstance(x, JITFunction)}
+
+    compiled = [module for module in modules if hasattr(module, "variants")]
+    served = set().union(*(device_functions(module) for module in compiled)) if compiled else set()
+    named = {id(x) for module in compiled for x in vars(module).values() if isinstance(x, ModuleType)}
+    for module in modules:
+        own = {id(x) for x in vars(module).values() if isinstance(x, JITFunction) and x.__module__ == module.__name__}
+        if own and module not in compiled and not own & served and id(module) not in named:
+            yield module.__name__
+
+
+def compile_variant(variant: Variant) -> Compiled:
+    """Compile one variant and read ptxas's report and the SASS."""
+    name, function, signature, constants, attributes, options = variant
+    source = GluonASTSource if isinstance(function, GluonJITFunction) else ASTSource
+    knobs.compilation.always_compile = True  # a cached kernel has no report
+    knobs.nvidia.dump_ptxas_log = True
+    start, log = time.perf_counter(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            kernel = triton.compile(source(function, signature, constants, attributes), target=TARGET, options=options)
+    except Exception as error:  # any failure of the compiler is a result here
+        return Compiled(name, time.perf_counter() - start, error=f"{type(error).__name__}: {str(error).strip()[-600:]}")
+    program = Program(disassemble(kernel.asm["cubin"]))
+    return read(name, log.getvalue(), program, time.perf_counter() - start)
+
+
+def read(name: str, log: str, program: Program, seconds: float = 0.0) -> Compiled:
+    """Put ptxas's report (`-v`) and the SASS into figures."""
+    opcodes, loop = program.opcodes, program.main_loop(FP8)
+    registers = re.search(r"Used (\d+) registers", log)
+    return Compiled(name, seconds, int(registers[1]) if registers else 0,
+                    sum(int(count) for count in re.findall(r"(\d+) bytes spill", log)),
+                    sorted({match.strip() for match in SERIALISED.findall(log)}),
+                    {opcode: opcodes[opcode] for opcode in MATRIX if opcodes[opcode]},
+                    None if loop is None else loop.total(), opcodes.total())
+
+
+def disassemble(cubin: bytes) -> str:
+    """SASS of a cubin."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        return subprocess.run([TOOLS / "nvdisasm", "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def problems(compiled: Compiled, recorded: dict[str, int] | None) -> list[str]:
+    """What is wrong with a variant; without recorded figures only what is wrong by itself."""
+    if compiled.error:
+        return [f"does not compile: {compiled.error}"]
+    found = [f"ptxas: {warning}" for warning in compiled.warnings]
+    if compiled.spilled:
+        found.append(f"spills {compiled.spilled} bytes of registers")
+    found += [f"{count} {opcode} where FP8 ({FP8}) is meant" for opcode, count in compiled.matrix.items() if opcode != FP8]
+    if recorded:
+        now = compiled.counted
+        if now["instructions"] > recorded["instructions"]:
+            found.append(f"{now['instructions']} instructions in the main loop, recorded {recorded['instructions']}")
+        if now[FP8] != recorded[FP8]:
+            found.append(f"{now[FP8]} {FP8}, recorded {recorded[FP8]}")
+    return found
+
+
+def judge(results: list[Compiled], recorded: dict[str, dict[str, int]] | None) -> list[str]:
+    """Every problem as one line. `recorded` holds this Triton version's figures by variant, None if it has none."""
+    lines = [f"{result.name}: {problem}" for result in results for problem in problems(result, (recorded or {}).get(result.name))]
+    if recorded is not None:
+        names = {result.name for result in results}
+        lines += [f"{name}: no figures in recorded.json" for name in sorted(names - set(recorded))]
+        lines += [f"{name}: in recorded.json, but no kernel lists it" for name in sorted(set(recorded) - names)]
+    return lines
+
+
+def compile_all(found: list[Variant], jobs: int) -> list[Compiled]:
+    """Longest first is unknown, so one at a time to whoever is free; children inherit the imported kernels."""
+    if jobs == 1 or len(found) < 2:
+        return [compile_variant(variant) for variant in found]
+    global _shared  # noqa: PLW0603  (functions made by a decorator do not pickle: children find them by number)
+    _shared = found
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        return pool.map(_compile_numbered, range(len(found)), chunksize=1)
+
+
+_shared: list[Variant] = []
+
+
+def _compile_numbered(number: int) -> Compiled:
+    return compile_variant(_shared[number])
+
+
+def cache_file() -> Path:
+    """Where the results for these very sources and this compiler are kept."""
+    package = ROOT / "lowbit_attn"
+    digest = hashlib.sha256("".join((fingerprint(), fingerprint(package / "formats"),
+                                     hashlib.sha256((package / "recipes.py").read_bytes()).hexdigest())).encode())
+    for source in (Path(__file__), HERE / "sass.py"):
+        digest.update(source.read_bytes())
+    return ROOT / "build" / "gates" / f"triton-{triton.__version__}-{digest.hexdigest()[:16]}.json"
+
+
+def results_of(found: list[Variant], jobs: int, fresh: bool) -> list[Compiled]:
+    """Compile, or read what an earlier run with the same sources and compiler found."""
+    path, names = cache_file(), [name for name, *_ in found]
+    if path.is_file() and not fresh:
+        known = {entry["name"]: Compiled(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))}
+        if set(names) <= set(known):
+            return [known[name] for name in names]
+    results = compile_all(found, jobs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+    return results
+
+
+def main() -> int:
+    """The command of this file's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--record", action="store_true", help="write the figures into recorded.json")
+    parser.add_argument("--fresh", action="store_true", help="compile again, whatever an earlier run found")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="write results and problems to this file")
+    options = parser.parse_args()
+    if options.record and options.names:
+        parser.error("--record: takes all variants, not some by name")
+    modules = kernel_modules()
+    found = [x for x in variants(modules) if not options.names or x[0].startswith(tuple(options.names))]
+    results = results_of(found, options.jobs, options.fresh)
+    everything = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
+    if options.record:
+        everything[VERSION] = {result.name: result.counted for result in sorted(results, key=lambda result: result.name)}
+        RECORDED.write_text(json.dumps(dict(sorted(everything.items())), indent=1) + "\n", encoding="utf-8")
+    recorded = everything.get(VERSION)
+    if options.names and recorded is not None:
+        recorded = {name: figures for name, figures in recorded.items() if name.startswith(tuple(options.names))}
+    wrong = judge(results, recorded)
+    wrong += [f"{module}: has device functions that no listed variant compiles" for module in uncovered(modules)]
+    for x in results:
+        print(f"{x.name:48s} {x.seconds:6.1f} s  registers {x.registers:3d}  main loop {x.loop or '-':>5}  total {x.total:6d}  "
+              f"{x.matrix or 'no products'}")
+    print(f"Triton {triton.__version__}: {len(results)} variants, {len(wrong)} problems"
+          + ("" if recorded is not None else f"; recorded.json has no figures for Triton {VERSION}"))
+    print("\n".join(wrong))
+    if options.json:
+        options.json.write_text(json.dumps({"triton": triton.__version__, "recorded": recorded is not None, "problems": wrong,
+                                            "results": [asdict(result) for result in results]}), encoding="utf-8")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,127 @@
+"""The committed record of the last GPU run belongs to the kernels as they are now, and holds no failure."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from kernel_sources import fingerprint, sources
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "docs" / "gpu-record.json"
+
+
+@pytest.fixture
+def record():
+    if not RECORD.is_file():
+        reason = "no kernel has been run on a GPU with `make gpu-test`" if sources() else "this version has no kernels"
+        pytest.skip(f"no {RECORD.relative_to(ROOT)} yet: {reason}")
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def test_kernels_are_those_that_ran(record):
+    assert record["kernels"] == fingerprint(), (
+        f"lowbit_attn/kernels changed after the GPU run of {record['date']} on {record['device']}: run `make gpu-test` on a GPU "
+        "and commit docs/gpu-record.json")
+
+
+def test_every_recorded_test_passed_or_says_why_it_did_not_run(record):
+    outcomes = Counter(outcome.partition(":")[0] for outcome in record["outcomes"].values())
+    assert outcomes["passed"] > 0
+    assert set(outcomes) <= {"passed", "skipped"}, outcomes
+
+
+def test_every_gpu_test_file_ran(record):
+    ran = {name.partition("::")[0].rsplit("/", 1)[-1] for name in record["outcomes"]}
+    assert {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")} <= ran
+
+
+def test_the_record_says_what_ran_where(record):
+    assert all(record[name] for name in ("date", "device", "torch", "triton", "python", "command"))
+
+
+class TestFingerprint:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        (tmp_path / "hopper").mkdir()
+        (tmp_path / "hopper" / "a.py").write_bytes(b"x = 1\ny = 2\n")
+        return tmp_path
+
+    def test_line_ends_and_generated_files_do_not_count(self, folder):
+        before = fingerprint(folder)
+        (folder / "hopper" / "a.py").write_bytes(b"x = 1\r\ny = 2\r\n")
+        (folder / "hopper" / "__pycache__").mkdir()
+        (folder / "hopper" / "__pycache__" / "a.pyc").write_bytes(b"1")
+        assert fingerprint(folder) == before
+
+    @pytest.mark.parametrize(("name", "content"), [("hopper/a.py", b"x = 1\ny = 3\n"), ("hopper/b.py", b""),
+                                                   ("c.hsaco", b"\x7fELF")])
+    def test_contents_and_names_do(self, folder, name, content):
+        before = fingerprint(folder)
+        (folder / name).write_bytes(content)
+        assert fingerprint(folder) != before
+
+
+FAKE_GPU = """
+import torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda: "a GPU"
+"""
+SAMPLE = """
+import pytest
+
+def test_good():
+    pass
+
+def test_bad():
+    assert False
+
+def test_left_out():
+    pytest.skip("needs two GPUs")
+
+@pytest.fixture
+def broken():
+    raise RuntimeError
+
+def test_broken(broken):
+    pass
+"""
+
+
+@pytest.fixture
+def gpu_run(tmp_path):
+    """Runs a sample test file under the plug-in that writes the record; returns the process and the record's path."""
+    for name in ("kernel_sources.py", "gpu/conftest.py"):
+        target = tmp_path / Path(name).name
+        target.write_text((ROOT / "tests" / name).read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+
+    def run(before=""):
+        conftest = tmp_path / "conftest.py"
+        conftest.write_text(before + conftest.read_text(encoding="utf-8"))
+        environment = os.environ | {"LOWBIT_ATTN_GPU_RECORD": str(tmp_path / "out" / "record.json"), "PYTHONPATH": str(ROOT)}
+        result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sample.py"], cwd=tmp_path,
+                                env=environment, capture_output=True, text=True, check=False)
+        return result, tmp_path / "out" / "record.json"
+
+    return run
+
+
+def test_a_run_writes_every_outcome_and_the_kernels_it_ran(gpu_run):
+    _, path = gpu_run(FAKE_GPU)
+    record = json.loads(path.read_text())
+    assert record["device"] == "a GPU"
+    assert record["kernels"] == fingerprint()
+    assert record["outcomes"] == {
+        "test_sample.py::test_bad": "failed", "test_sample.py::test_broken": "error", "test_sample.py::test_good": "passed",
+        "test_sample.py::test_left_out": "skipped: Skipped: needs two GPUs"}
+
+
+def test_without_a_gpu_nothing_is_recorded_and_the_run_fails(gpu_run):
+    result, path = gpu_run()
+    assert not path.exists()
+    assert result.returncode != 0
+    assert "no record written: no GPU here" in result.stdout

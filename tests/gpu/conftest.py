@@ -1,0 +1,59 @@
+"""Writes what the GPU tests found to the file that LOWBIT_ATTN_GPU_RECORD names; `make gpu-test` sets it to docs/gpu-record.json.
+
+CI has no GPU: it compares the kernels' fingerprint in the committed record with the sources (tests/gates/test_gpu_record.py).
+"""
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_sources import fingerprint
+
+VARIABLE = "LOWBIT_ATTN_GPU_RECORD"
+_outcomes: dict[str, str] = {}
+
+
+def _triton() -> str | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return triton.__version__
+
+
+def pytest_runtest_logreport(report):
+    """A test's outcome is its call's, unless its setup or teardown ended otherwise."""
+    if report.when == "call" or report.outcome != "passed":
+        reason = f": {report.longrepr[2]}" if report.skipped and isinstance(report.longrepr, tuple) else ""
+        outcome = report.outcome if report.when == "call" or report.skipped else "error"
+        _outcomes[report.nodeid] = outcome + reason
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """A record is written only where there is a GPU: skipped tests say nothing about kernels."""
+    target = os.environ.get(VARIABLE)
+    if not target:
+        return
+    if not torch.cuda.is_available() or not _outcomes:
+        session.exitstatus = pytest.ExitCode.USAGE_ERROR
+        print(f"\n{VARIABLE}={target}: no record written: {'no test ran' if torch.cuda.is_available() else 'no GPU here'}")
+        return
+    record = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": _triton(),
+        "python": platform.python_version(),
+        "command": "pytest " + " ".join(session.config.invocation_params.args),
+        "kernels": fingerprint(),
+        "outcomes": dict(sorted(_outcomes.items())),
+    }
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"\nGPU record: {path}")
