@@ -88,6 +88,6 @@ export BORROW
 
 .venv-triton36/ready: $(READY)
 	$(PYTHON) -m venv .venv-triton36
-	@$(BIN)/python -c "$$BORROW" > "$$($(TRITON36_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
 	$(TRITON36_PYTHON) -m pip install --no-deps triton==3.6.0
+	@$(BIN)/python -c "$$BORROW" > "$$($(TRITON36_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
 	@touch $@
