@@ -5,10 +5,12 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
+from torch.autograd import forward_ad
 
 from lowbit_attn import ops
 from lowbit_attn.ops import Device, Explanation, sdpa, validation
-from lowbit_attn.recipes import UNQUANTIZED, Recipe, resolve
+from lowbit_attn.recipes import UNQUANTIZED, Recipe, canonical_text, resolve
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -24,7 +26,7 @@ _ALIGNMENTS = (None, "top_left", "bottom_right")
 
 @_constant_when_compiled
 def _canonical(recipe: str | Recipe) -> str:
-    return UNQUANTIZED if recipe == UNQUANTIZED else resolve(recipe).canonical
+    return canonical_text(recipe)
 
 
 @_constant_when_compiled
@@ -50,16 +52,33 @@ def _is_stochastic(recipe: str) -> bool:
     return resolve(recipe).ds_stochastic
 
 
-def _seed(recipe: str, device: torch.device, seed: Tensor | None) -> Tensor | None:
-    """The seed that the backward of this recipe needs, if any."""
+def _seed(recipe: str, device: torch.device, seed: Tensor | None, will_backward: bool) -> Tensor | None:
+    """The seed that the backward of this recipe needs, if one will run. One that no backward could use is refused."""
     if seed is not None and not isinstance(seed, Tensor):
         raise TypeError(f"seed: got {seed!r}; accepted: an int64 scalar tensor on {device}")
     if seed is not None and (seed.dtype != torch.int64 or seed.ndim != 0 or seed.device != device):
         raise ValueError(f"seed: got {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; accepted: an int64 scalar "
                          f"tensor on {device}")
-    if seed is None and _is_stochastic(recipe):
-        return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device)
-    return seed
+    stochastic = _is_stochastic(recipe)
+    if seed is not None and not stochastic:
+        raise ValueError(f"seed: got a tensor with recipe {recipe!r}, which rounds nothing stochastically; accepted: None")
+    if not (stochastic and will_backward):
+        return None
+    return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device) if seed is None else seed
+
+
+def _refuse_transforms(**inputs: Tensor) -> None:
+    """NotImplementedError for inputs that carry a tangent or belong to torch.func: the operators would silently drop both."""
+    if torch.compiler.is_compiling():
+        return  # a traced graph has neither; AOTAutograd differentiates it in reverse mode
+    for name, x in inputs.items():
+        if functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x):
+            raise NotImplementedError(f"{name}: got a tensor inside torch.func or torch.vmap, which lowbit_attn has no rules for; "
+                                      "accepted: torch.autograd (backward, torch.autograd.grad) on plain tensors, and a batch "
+                                      "axis in place of vmap")
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name}: got a dual tensor, and lowbit_attn has no forward-mode AD; accepted: plain tensors "
+                                      "(torch.autograd.grad differentiates in reverse mode)")
 
 
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool) -> None:
@@ -86,10 +105,11 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
         key_lengths: int32 [B]; keys at or past it are masked, and count as zero in every scale statistic.
         return_lse: also return the natural-log sum of exponentials, float32 [B, Hq, Sq], through which gradients flow;
             -inf for a row that sees no key (its output is 0).
-        deterministic: ask for a bitwise reproducible backward (implied by torch.use_deterministic_algorithms).
+        deterministic: ask for a bitwise reproducible backward (implied by torch.use_deterministic_algorithms, which "bf16"
+            needs for it away from the CPU).
         backend: None chooses; or one of "reference", "hopper", "triton", "cdna4".
-        seed: int64 scalar tensor for recipes that round gradients stochastically; drawn from torch's generator if None. The
-            same seed gives the same gradients.
+        seed: int64 scalar tensor for recipes that round gradients stochastically (refused by others); drawn from torch's
+            generator if None. The same seed gives the same gradients. Without gradients to come it is checked, and not needed.
 
     Returns:
         [B, Hq, Sq, D] in query's dtype: a transposed view of a contiguous [B, Sq, Hq, D] tensor; with the lse if asked.
@@ -110,13 +130,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
     bottom_right = causal_align == "bottom_right"
     text = _canonical(recipe)
     if text == UNQUANTIZED:
-        _refuse_unquantized_options(return_lse, backend)
+        _refuse_unquantized_options(query.device, return_lse, deterministic, backend, seed)
         if key_lengths is not None:
             validation.check_key_lengths_values(key_lengths, key.shape[2])
         return sdpa.dense(query, key, value, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths,
                           scale=scale, enable_gqa=enable_gqa)
+    _refuse_transforms(query=query, key=key, value=value)
     save = _will_backward(text, query, key, value)
-    seed = _seed(text, query.device, seed) if save else None
+    seed = _seed(text, query.device, seed, save)
     output, lse, *_ = torch.ops.lowbit_attn.attention_forward(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), key_lengths, text, is_causal, bottom_right, scale,
         save, deterministic or torch.are_deterministic_algorithms_enabled(), _backend(text, query.device, backend), seed)
@@ -154,23 +175,30 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor
     is_causal = is_causal or tuple(window_size) == (-1, 0)
     text = _canonical(recipe)
     if text == UNQUANTIZED:
-        _refuse_unquantized_options(return_lse, backend)
+        _refuse_unquantized_options(query.device, return_lse, deterministic, backend, seed)
         validation.check_cu_seq_values("cu_seq_q", cu_seq_q, query.shape[0], max_q)
         validation.check_cu_seq_values("cu_seq_k", cu_seq_k, key.shape[0], max_k)
         return sdpa.packed(query, key, value, cu_seq_q, cu_seq_k, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    _refuse_transforms(query=query, key=key, value=value)
     save = _will_backward(text, query, key, value)
-    seed = _seed(text, query.device, seed) if save else None
+    seed = _seed(text, query.device, seed, save)
     output, lse, *_ = torch.ops.lowbit_attn.varlen_attention_forward(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, text, is_causal, scale, save,
         deterministic or torch.are_deterministic_algorithms_enabled(), _backend(text, query.device, backend), seed)
     return (output, lse) if return_lse else output
 
 
-def _refuse_unquantized_options(return_lse: bool, backend: str | None) -> None:
+def _refuse_unquantized_options(device: torch.device, return_lse: bool, deterministic: bool, backend: str | None,
+                                seed: Tensor | None) -> None:
     if return_lse:
         raise ValueError("return_lse: got True with recipe 'bf16', which is torch SDPA and returns none; accepted: False")
     if backend is not None:
         raise ValueError(f"backend: got {backend!r} with recipe 'bf16', which is torch SDPA; accepted: None")
+    if deterministic and device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError(f"deterministic: got True with recipe 'bf16' on {device}, where torch SDPA has no such argument; "
+                         "accepted: False, or True after torch.use_deterministic_algorithms(True)")
+    if seed is not None:
+        raise ValueError("seed: got a value with recipe 'bf16', which rounds nothing stochastically; accepted: None")
 
 
 def explain(recipe: str | Recipe, device: torch.device | str | None = None) -> Explanation:

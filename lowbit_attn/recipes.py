@@ -8,6 +8,7 @@ Text form, accepted wherever a recipe is: a name (`"mxfp8"`), or a name with opt
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 from lowbit_attn.formats import ELEMENTS, LAYOUTS, block_layout, element_format, rule_problem
 
 KEY_TILE = 128
+CAUSAL_GROUP = 32
+"""Largest number of tokens that share a scale in a causal recipe; key tiles are multiples of it."""
 TOKEN_LAYOUTS = ("token_block", "per_row")
 """Layouts with one power-of-two scale per token: valid along either contraction axis."""
 
@@ -75,7 +78,15 @@ class Operand:
     @property
     def is_one_dimensional(self) -> bool:
         """Whether its blocks run along one axis only, the contraction axis."""
-        return self.layout in ("mx32", "nvfp16", "nvfp16_token")
+        return self.layout in LAYOUTS and LAYOUTS[self.layout].is_one_dimensional
+
+    def shared_tokens(self, along_tokens: bool) -> float:
+        """How many tokens a scale depends on in a product that contracts tokens (or channels); inf for a whole sequence."""
+        return LAYOUTS[self.layout].shared_tokens(along_tokens) if self.layout in LAYOUTS else 1
+
+    def per_token(self) -> "Operand":
+        """The same with a scale for each token instead of 32."""
+        return replace(self, layout="per_row") if self.layout == "token_block" else self
 
     def __str__(self) -> str:
         return f"{self.element}/{self.layout}/{self.rule}" if self.is_coded else self.element
@@ -167,7 +178,7 @@ class Recipe:
             raise ValueError(f"max_threshold: got {self.max_threshold}; accepted: 0 or more doublings")
         if not 0 < self.exp_window < 128:
             raise ValueError(f"exp_window: got {self.exp_window}; accepted: 1 to 127 doublings below the maximum")
-        problems = [*self._operand_problems(), *self._window_problems(), *self._causal_problems(), *self._training_problems()]
+        problems = [*self._operand_problems(), *self._window_problems(), *self._training_problems(), *self._causal_problems()]
         if problems:
             raise ValueError(f"recipe {self.name!r}: {problems[0]}")
 
@@ -193,6 +204,9 @@ class Recipe:
             problems.append(f"diagonal: got {self.diagonal}; accepted: one scale per key (layout 'per_row')")
         if self.diagonal is not None and self.v_exponent == "running":
             problems.append("diagonal and v_exponent='running' are two ways to fold V's scales into P")
+        elif self.diagonal is not None and self.p.layout == "fixed":
+            problems.append(f"diagonal folds V's own scales into P, so P needs block scales to take them up; p={self.p} would "
+                            "saturate or vanish with the size of V")
         return problems
 
     def _window_problems(self) -> list[str]:
@@ -210,6 +224,11 @@ class Recipe:
         if self.p_grad.layout == "fixed" and 2.0**self.p_grad_log2_scale > element_format(self.p_grad.element).max_value:
             problems.append(f"p_grad_log2_scale={self.p_grad_log2_scale:g} exceeds log2 of the largest {self.p_grad.element} "
                             "value: P would saturate without a NaN (FLAMIA B.1)")
+        for name, operand, log2_scale in (("p_log2_scale", self.p, self.p_log2_scale),
+                                          ("p_grad_log2_scale", self.p_grad, self.p_grad_log2_scale)):
+            if operand.layout == "fixed" and log2_scale < (lowest := element_format(operand.element).min_exponent):
+                problems.append(f"{name}={log2_scale:g} puts even a weight of one below {operand.element}'s smallest normal value "
+                                f"(2^{lowest}): P would lose its bits, then vanish; accepted: {lowest} or more")
         top = {"mitchell": 128.0 - self.exp_window, "schraudolph_u8": math.log2(448.0), "schraudolph_u16": 128.0,
                "schraudolph_u32": 128.0, "mixed_schraudolph": 128.0}.get(self.exponential, math.inf)
         # Up to half a doubling is lost to the offsets that centre the approximations.
@@ -226,18 +245,37 @@ class Recipe:
         problems = []
         if self.maximum == "frozen":
             problems.append("a frozen maximum is seeded from the first tile and is not defined under a causal mask")
-        if not self.trains:
-            return problems
-        for name, operand in (("qk", self.qk), ("v", self.v), ("do", self.do), ("qk_grad", self.qk_grad), ("ds", self.ds),
-                              ("p", self.p)):
-            layout = None if operand is None else LAYOUTS.get(operand.layout)
-            if operand is None or layout is None or (name == "p" and layout.tokens == 1):  # a row of P sees its own keys only
-                continue
-            if operand.rule != "ceil":
+        for name, operand, product, contracts, reaches_row in self._causal_uses():
+            shared = operand.shared_tokens(contracts == "tokens")
+            if shared > CAUSAL_GROUP:
+                problems.append(f"{name}: layout {operand.layout!r} shares a scale over more than {CAUSAL_GROUP} positions where "
+                                f"{product} contracts {contracts} (FLAMIA 3.2)")
+            elif shared > 1 and operand.rule != "ceil":
                 problems.append(f"{name}: {operand.rule} scales clamp the block maximum, which leaks later tokens (FLAMIA 3.2)")
-            if layout.tokens is None or layout.tokens > 32:
-                problems.append(f"{name}: layout {operand.layout!r} shares a scale over more than 32 positions (FLAMIA 3.2)")
+            elif shared > 1 and reaches_row and self.causal_safety == "exact":
+                problems.append(f"causal_safety='exact' needs one scale per token, but {name}={operand} shares a scale over "
+                                f"{shared:g} tokens where {product} contracts {contracts}")
         return problems
+
+    def _causal_uses(self) -> Iterator[tuple[str, Operand, str, str, bool]]:
+        """Each product that reads an operand: field, effective format, product, contracted axis, whether rows of O or dQ see it.
+
+        Left out is what `diagonal` replaces: V in P V and K in dS K on tiles that hold keys which some row may not see.
+        """
+        operands = self._effective_operands()
+        qk, p, v = operands["qk"], operands["p"], operands["v"]
+        grad_name = "qk" if self.qk_grad is None else "qk_grad"
+        uses = [("qk", qk, "Q K", "channels", True), ("p", p, "P V", "keys", True), ("v", v, "P V", "tokens", True)]
+        if self.trains:
+            do, ds, grad = operands["do"], operands["ds"], operands[grad_name]
+            uses += [("v", v, "dO V", "channels", True), ("do", do, "dO V", "channels", True), ("ds", ds, "dS K", "keys", True),
+                     (grad_name, grad, "dS K", "tokens", True), (grad_name, grad, "dS Q", "tokens", False),
+                     ("do", do, "P dO", "tokens", False), ("ds", ds, "dS Q", "tokens", False),
+                     ("p_grad", operands["p_grad"], "P dO", "tokens", False)]
+        for name, operand, product, contracts, reaches_row in uses:
+            folded = self.diagonal is not None and contracts == "tokens" and product in ("P V", "dS K")
+            if not (folded and operand.shared_tokens(True) <= CAUSAL_GROUP):
+                yield name, operand, product, contracts, reaches_row
 
     def _training_problems(self) -> list[str]:
         if self.trains:
@@ -273,15 +311,15 @@ class Recipe:
 
     def effective(self) -> "Recipe":
         """The recipe with `causal_safety="exact"` spelled out in its operands."""
+        return self if self.causal_safety == "default" else replace(self, **self._effective_operands())
+
+    def _effective_operands(self) -> dict[str, Any]:
+        operands = {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Operand)}
         if self.causal_safety == "default":
-            return self
-
-        def per_token(operand: Operand) -> Operand:
-            return replace(operand, layout="per_row") if operand.layout == "token_block" else operand
-
-        ds = replace(self.ds, layout="per_row") if self.ds.layout == "square32" else self.ds
-        qk_grad = None if self.qk_grad is None else per_token(self.qk_grad)
-        return replace(self, qk=per_token(self.qk), v=per_token(self.v), do=per_token(self.do), qk_grad=qk_grad, ds=ds)
+            return operands
+        if self.ds.layout == "square32":
+            operands["ds"] = replace(self.ds, layout="per_row")
+        return {name: operand.per_token() for name, operand in operands.items()}
 
     @property
     def canonical(self) -> str:
@@ -367,19 +405,25 @@ def recipe_names() -> list[str]:
     return [UNQUANTIZED, *RECIPES]
 
 
+def _unknown(text: str, accepted: Iterable[str]) -> str:
+    return f"recipe: got {text!r}; accepted names: {', '.join(accepted)}, with options as in 'mxfp8:max_threshold=2'"
+
+
 @lru_cache(maxsize=512)
 def _parse(text: str) -> Recipe:
-    name, _, options = text.strip().partition(":")
+    name, separator, options = (part.strip() for part in text.partition(":"))
+    if name == UNQUANTIZED:
+        raise ValueError(f"recipe: got {text!r}, which is torch SDPA and has no numerics of ours; accepted names: "
+                         f"{', '.join(RECIPES)}")
     if name not in RECIPES:
-        raise ValueError(f"recipe: got {text!r}; accepted names: {', '.join(recipe_names())}, "
-                         "with options as in 'mxfp8:max_threshold=2'")
+        raise ValueError(_unknown(text, RECIPES))
     base = RECIPES[name]
     settable = {f.name: getattr(base, f.name) for f in fields(base) if f.compare and f.name != "name"}
     changes: dict[str, Any] = {}
-    for option in filter(None, options.split(",")):
-        key, separator, value = (part.strip() for part in option.partition("="))
+    for option in options.split(",") if separator else ():
+        key, equals, value = (part.strip() for part in option.partition("="))
         key = _ALIASES.get(key, key)
-        if key not in settable or not separator:
+        if key not in settable or not equals:
             raise ValueError(f"recipe option: got {option!r} in {text!r}; accepted: key=value with key one of "
                              f"{', '.join([*settable, *_ALIASES])}")
         if key in changes:
@@ -391,7 +435,7 @@ def _parse(text: str) -> Recipe:
 def resolve(recipe: "str | Recipe") -> Recipe:
     """The Recipe that a name, a name with options or a Recipe stands for; ValueError names what is accepted.
 
-    `bf16` is not a low-bit recipe and is refused here: callers send it to torch SDPA.
+    `bf16` is not a low-bit recipe and is refused here: callers send it to torch SDPA (`canonical_text` accepts it).
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -400,5 +444,18 @@ def resolve(recipe: "str | Recipe") -> Recipe:
     return _parse(recipe)
 
 
-__all__ = ["BF16", "EXPONENTIALS", "IDENTITY", "KEY_TILE", "RECIPES", "UNQUANTIZED", "Operand", "Recipe", "recipe_names",
-           "resolve"]
+def canonical_text(recipe: "str | Recipe") -> str:
+    """The one text of what a caller asked for: "bf16", or `Recipe.canonical`; refuses what `resolve` does, `bf16` excepted."""
+    if isinstance(recipe, str):
+        name, separator, _ = (part.strip() for part in recipe.partition(":"))
+        if name == UNQUANTIZED and separator:
+            raise ValueError(f"recipe: got {recipe!r}; accepted: 'bf16' alone, which is torch SDPA and has no options")
+        if name == UNQUANTIZED:
+            return UNQUANTIZED
+        if name not in RECIPES:
+            raise ValueError(_unknown(recipe, recipe_names()))
+    return resolve(recipe).canonical
+
+
+__all__ = ["BF16", "CAUSAL_GROUP", "EXPONENTIALS", "IDENTITY", "KEY_TILE", "RECIPES", "UNQUANTIZED", "Operand", "Recipe",
+           "canonical_text", "recipe_names", "resolve"]

@@ -30,6 +30,7 @@ def changed(tensors, index, function):
 
 
 MASK = torch.ones(2, 1, 20, 20, dtype=torch.bool)
+SEED = torch.tensor(5)
 BAD_DENSE = {
     "unknown recipe": (dense, {"recipe": "mxfp7"}, ValueError, "recipe: got 'mxfp7'; accepted names: bf16, mxfp8"),
     "recipe in capitals": (dense, {"recipe": "MXFP8"}, ValueError, "recipe: got 'MXFP8'"),
@@ -86,6 +87,17 @@ BAD_DENSE = {
     "grad with an inference recipe": (lambda: changed(dense(), 1, torch.Tensor.requires_grad_), {"recipe": "fused_mxfp6"},
                                       ValueError, "fused_mxfp6.*inference only"),
     "a number as seed": (lambda: changed(dense(), 1, torch.Tensor.requires_grad_), {"seed": 3}, TypeError, "seed: got 3"),
+    "a number as seed without grad": (dense, {"recipe": "nvfp4", "seed": 3}, TypeError, "seed: got 3; accepted: an int64 scalar"),
+    "a seed of a wrong dtype": (dense, {"recipe": "nvfp4", "seed": torch.tensor(3.0)}, ValueError, "seed: got torch.float32"),
+    "a vector as seed": (dense, {"recipe": "nvfp4", "seed": torch.zeros(2, dtype=torch.int64)}, ValueError, r"of shape \(2,\)"),
+    "a seed elsewhere": (dense, {"recipe": "nvfp4", "seed": torch.tensor(3, device="meta")}, ValueError, "seed: got .* on meta"),
+    "a seed that nothing reads": (dense, {"seed": SEED}, ValueError, "seed: got a tensor with recipe 'mxfp8', which rounds"),
+    "a seed that nothing reads, inference": (dense, {"recipe": "fused_mxfp4", "seed": SEED}, ValueError, "rounds nothing stochast"),
+    "seed of bf16": (dense, {"recipe": "bf16", "seed": SEED}, ValueError, "seed: got a value with recipe 'bf16'"),
+    "deterministic bf16 on a GPU": (lambda: [x.to("meta") for x in dense()], {"recipe": "bf16", "deterministic": True}, ValueError,
+                                    "deterministic: got True with recipe 'bf16' on meta"),
+    "trailing colon": (dense, {"recipe": "mxfp8:"}, ValueError, "recipe option: got ''"),
+    "bf16 with a trailing colon": (dense, {"recipe": "bf16:"}, ValueError, "recipe: got 'bf16:'; accepted: 'bf16' alone"),
     "lse of bf16": (dense, {"recipe": "bf16", "return_lse": True}, ValueError, "return_lse: got True with recipe 'bf16'"),
     "backend of bf16": (dense, {"recipe": "bf16", "backend": "reference"}, ValueError, "backend: got 'reference' with recipe"),
     "length past the keys, bf16": (dense, {"key_lengths": boundaries(1, 21), "recipe": "bf16"}, ValueError, "key_lengths: got 21"),
@@ -118,6 +130,8 @@ BAD_PACKED = {
     "return_aux": (packed, {"return_aux": True}, TypeError, "return_aux"),
     "key_lengths": (packed, {"key_lengths": boundaries(40)}, TypeError, "key_lengths"),
     "causal window with a leaking recipe": (packed, {"recipe": "fused_mxfp4", "window_size": (-1, 0)}, ValueError, "is_causal"),
+    "a seed that nothing reads": (packed, {"seed": SEED}, ValueError, "seed: got a tensor with recipe 'mxfp8'"),
+    "seed of bf16": (packed, {"recipe": "bf16", "seed": SEED}, ValueError, "seed: got a value with recipe 'bf16'"),
     "decreasing, bf16": (packed, {"cu_seq_q": boundaries(0, 30, 20), "cu_seq_k": boundaries(0, 30, 40), "recipe": "bf16"},
                          ValueError, "cu_seq_q: got 20 after 30"),
     "past the rows, bf16": (packed, {"cu_seq_k": boundaries(0, 41), "recipe": "bf16"}, ValueError, "cu_seq_k: got boundaries"),
@@ -255,6 +269,27 @@ class TestOptions:
         tensors = dense(channels=64, queries=150, keys=150)
         plain = attention(*tensors, **REFERENCE)
         assert not torch.equal(plain, attention(*tensors, recipe="mxfp8:rotation=always", **REFERENCE))
+
+    @pytest.mark.parametrize(("text", "plain"), [(" mxfp8\n", "mxfp8"), (" bf16 ", "bf16")])
+    def test_spaces_around_a_recipe_are_no_part_of_it(self, text, plain):
+        tensors, backend = dense(), {} if plain == "bf16" else REFERENCE
+        assert torch.equal(attention(*tensors, recipe=text, **backend), attention(*tensors, recipe=plain, **backend))
+        assert explain(text, "cpu").recipe == plain
+
+    def test_a_seed_is_not_needed_without_gradients_to_come(self):
+        tensors = dense()
+        seeded = attention(*tensors, recipe="nvfp4", seed=SEED, **REFERENCE)
+        assert torch.equal(seeded, attention(*tensors, recipe="nvfp4", **REFERENCE))
+
+    def test_bf16_is_deterministic_where_torch_is(self):
+        tensors = dense()
+        expected = attention(*tensors, recipe="bf16")
+        assert torch.equal(attention(*tensors, recipe="bf16", deterministic=True), expected)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert attention(*[x.to("meta") for x in tensors], recipe="bf16", deterministic=True).is_meta
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     def test_the_default_scale_is_one_over_the_root_of_head_dim(self):
         tensors = dense()

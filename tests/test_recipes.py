@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit_attn.formats import ELEMENTS, LAYOUTS
-from lowbit_attn.recipes import BF16, EXPONENTIALS, IDENTITY, RECIPES, Operand, Recipe, recipe_names, resolve
+from lowbit_attn.recipes import BF16, EXPONENTIALS, IDENTITY, RECIPES, Operand, Recipe, canonical_text, recipe_names, resolve
 
 every_recipe = pytest.mark.parametrize("name", list(RECIPES))
 
@@ -133,7 +133,8 @@ def test_canonical_text_resolves_to_an_equal_recipe_and_is_canonical_itself(reci
 def test_order_and_spacing_of_options_do_not_matter(recipe, data):
     name, _, options = recipe.canonical.partition(":")
     shuffled = data.draw(st.permutations(options.split(","))) if options else []
-    assert resolve(f" {name}:" + " , ".join(option.replace("=", " = ") for option in shuffled)) == recipe
+    spaced = " , ".join(option.replace("=", " = ") for option in shuffled)
+    assert resolve(f" {name} : {spaced} " if options else f" {name} ") == recipe
 
 
 def test_equal_recipes_have_one_canonical_text():
@@ -177,6 +178,12 @@ def test_the_source_is_a_note_and_no_part_of_a_recipe_s_identity():
     ("nvfp4:exponential=mitchell,exp_window=124", "valid up to 4 doublings above the maximum; max_threshold 8 leaves that"),
     ("fused_mxfp8:exponential=schraudolph_u8", "max_threshold 32 leaves that window"),
     ("mxfp8:maximum=online", "max_threshold belongs to maximum='lazy' or 'frozen'"),
+    ("mxfp8:p_log2_scale=-7", r"p_log2_scale=-7 puts even a weight of one below e4m3's smallest normal value \(2\^-6\)"),
+    ("mxfp8:p_log2_scale=-20", "P would lose its bits, then vanish; accepted: -6 or more"),
+    ("mxfp8:p=e2m3/fixed,p_log2_scale=-1,max_threshold=1", "accepted: 0 or more"),
+    ("mxfp8_fast:p_log2_scale=-8", "p_log2_scale=-8 puts even a weight of one below"),
+    ("mxfp8:p_grad_log2_scale=-6.5", "p_grad_log2_scale=-6.5 puts even a weight of one below e4m3's smallest normal value"),
+    ("mxfp8:p_grad=e5m2/fixed,p_grad_log2_scale=-15", r"e5m2's smallest normal value \(2\^-14\).*accepted: -14 or more"),
 ], ids=lambda value: value if ":" in value and "=" in value else "")
 def test_probabilities_that_would_leave_their_range_are_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
@@ -186,6 +193,8 @@ def test_probabilities_that_would_leave_their_range_are_refused(text, reason):
 def test_the_bound_on_p_is_tight():
     assert resolve("mxfp8:max_threshold=4.8").max_threshold == 4.8
     assert resolve("nvfp4:exponential=mitchell,exp_window=116").max_threshold == 8.0
+    assert resolve("mxfp8:p_log2_scale=-6,p_grad_log2_scale=-6").p_log2_scale == -6
+    assert resolve("mxfp8:v_exponent=operand,p=identity,p_log2_scale=-7").p == IDENTITY
 
 
 @pytest.mark.parametrize("rule", ["floor", "oas", "uos"])
@@ -212,6 +221,59 @@ def test_clamping_scales_are_refused_for_the_gradient_s_own_operands_too():
 
 
 @pytest.mark.parametrize(("text", "reason"), [
+    ("mxfp8_fast:v_exponent=operand,v=e4m3/token_block/floor", "v: floor scales clamp the block maximum"),
+    ("mxfp8_fast:v=e4m3/token_block/floor", "v: floor scales clamp the block maximum"),
+    ("mxfp8_fast:v_exponent=operand,v=e4m3/per_tensor", "v: layout 'per_tensor' shares a scale over more than 32 positions"),
+    ("fused_mxfp8:maximum=online,max_threshold=0,exp=exact,causal=true", "v: layout 'per_tensor' shares a scale"),
+    ("fused_mxfp4:maximum=online,max_threshold=0,exp=exact,causal=true", "v: uos scales clamp the block maximum"),
+    ("mxattention:causal=true", "v: uos scales clamp the block maximum"),
+    ("mxfp4_ocp:causal=true", "v: floor scales clamp the block maximum"),
+    ("mxfp4_ocp:v=e2m1/mx32,p=e2m1/per_tensor,causal=true", "p: layout 'per_tensor' shares a scale over more than 32"),
+    ("mxfp4_ocp:v=e2m1/mx32,p=e2m1/square32/floor,causal=true", "p: floor scales clamp the block maximum"),
+    ("mxfp4_ocp:v=e2m1/nvfp16_token,causal=true", "v: layout 'nvfp16_token' shares a scale over more than 32 positions"),
+    ("nvfp4:trains=false,v=e2m1/nvfp16_token", "v: layout 'nvfp16_token' shares a scale over more than 32 positions"),
+], ids=lambda value: value if ":" in value and "=" in value else "")
+def test_leaking_scales_are_refused_in_causal_recipes_for_inference_too(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        resolve(text)
+    assert not resolve(text.replace("causal=true", "causal=false") if "causal" in text else f"{text},causal=false").causal
+
+
+@pytest.mark.parametrize("text", [
+    "mxfp4_ocp:v=e2m1/mx32,causal=true",
+    "fused_mxfp6:maximum=online,max_threshold=0,exp=exact,causal=true",
+    "nvfp4:trains=false,v=e2m1/mx32/uos",
+    "nvfp4:trains=false,p=e2m1/mx32/uos",
+])
+def test_scales_of_one_token_may_clamp_in_causal_recipes(text):
+    # Q and K along channels, rows of P, V where diagonal tiles have their own: no later token is in the group.
+    assert resolve(text).causal
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("mxfp8:qk=e4m3/mx32", "qk=e4m3/mx32/ceil shares a scale over 32 tokens where dS K contracts tokens"),
+    ("mxfp8:qk=e4m3/square32", "qk=e4m3/square32/ceil shares a scale over 32 tokens where Q K contracts channels"),
+    ("nvfp4_fp8:v=e4m3/mx32", "v=e4m3/mx32/ceil shares a scale over 32 tokens where P V contracts tokens"),
+    ("nvfp4_fp8:v=e4m3/square32", "v=e4m3/square32/ceil shares a scale over 32 tokens where P V contracts tokens"),
+    ("nvfp4_fp8:qk_grad=e4m3/mx32", "qk_grad=e4m3/mx32/ceil shares a scale over 32 tokens where dS K contracts tokens"),
+    ("nvfp4_fp8:qk_grad=e2m1/nvfp16", "qk_grad=e2m1/nvfp16/ceil shares a scale over 16 tokens where dS K contracts"),
+    ("nvfp4_fp8:do=e4m3/square32", "do=e4m3/square32/ceil shares a scale over 32 tokens where dO V contracts channels"),
+    ("nvfp4_fp8:p=e4m3/square32", "p=e4m3/square32/ceil shares a scale over 32 tokens where P V contracts keys"),
+    ("nvfp4:diagonal=none", "v=e2m1/mx32/ceil shares a scale over 32 tokens where P V contracts tokens"),
+    ("nvfp4:v=e2m1/square32", "v=e2m1/square32/ceil shares a scale over 32 tokens where dO V contracts channels"),
+])
+def test_exact_refuses_scales_that_tokens_share(text, reason):
+    assert resolve(text).causal_safety == "default"
+    with pytest.raises(ValueError, match="causal_safety='exact' needs one scale per token, but " + reason):
+        resolve(f"{text},causal_safety=exact")
+
+
+def test_exact_turns_token_blocks_into_rows_in_every_operand():
+    recipe = resolve("mxfp8:v_exponent=operand,ds=e4m3/token_block,p=e4m3/token_block,causal_safety=exact").effective()
+    assert {operand.layout for operand in (recipe.qk, recipe.v, recipe.do, recipe.ds, recipe.p)} == {"per_row"}
+
+
+@pytest.mark.parametrize(("text", "reason"), [
     ("mxfp8:maximum=frozen", "a frozen maximum is seeded from the first tile and is not defined under a causal mask"),
     ("mxfp8:p=e4m3/mx32", "v_exponent='running' folds V's exponents into a P of layout 'fixed'"),
     ("mxfp8:v=e4m3/mx32", "v_exponent='running' needs one V scale per token, got e4m3/mx32/ceil"),
@@ -222,6 +284,7 @@ def test_clamping_scales_are_refused_for_the_gradient_s_own_operands_too():
     ("mxfp8:q_top=-1", "q_top=-1 needs a coded Q and K"),
     ("nvfp4:diagonal=e2m1/mx32", r"diagonal: got e2m1/mx32/ceil; accepted: one scale per key \(layout 'per_row'\)"),
     ("mxfp8:diagonal=e4m3/per_row", "diagonal and v_exponent='running' are two ways to fold V's scales into P"),
+    ("mxfp8:v_exponent=operand,diagonal=e4m3/per_row", "diagonal folds V's own scales into P, so P needs block scales"),
     ("mxfp8_fast:row_sum=exact", "exponential 'direct_u8' writes E4M3 codes: it needs p='e4m3/fixed' and row_sum='quantized'"),
     ("nvfp4:v=e2m1/nvfp16_token", "v: layout 'nvfp16_token' would share its second level over a whole sequence"),
     ("mxfp8:ds_stochastic=true", "ds_stochastic rounds dS to E2M1 or E2M3, got e4m3/square32/ceil"),
@@ -254,11 +317,16 @@ def test_malformed_operands_are_refused_with_what_is_accepted(text, reason):
 
 
 @pytest.mark.parametrize(("text", "reason"), [
-    ("mxfp5", "recipe: got 'mxfp5'; accepted names: bf16, mxfp8, "),
+    ("mxfp5", "recipe: got 'mxfp5'; accepted names: mxfp8, "),
     ("", "recipe: got ''; accepted names"),
     ("MXFP8", "recipe: got 'MXFP8'"),
-    ("bf16", "recipe: got 'bf16'"),
-    ("bf16:key_tile=64", "recipe: got 'bf16:key_tile=64'"),
+    ("bf16", "recipe: got 'bf16', which is torch SDPA and has no numerics of ours; accepted names: mxfp8, "),
+    (" bf16 ", "recipe: got ' bf16 ', which is torch SDPA"),
+    ("bf16:key_tile=64", "recipe: got 'bf16:key_tile=64', which is torch SDPA"),
+    ("mxfp8:", "recipe option: got '' in 'mxfp8:'; accepted: key=value"),
+    ("mxfp8:key_tile=64,", "recipe option: got '' in 'mxfp8:key_tile=64,'"),
+    ("mxfp8:,key_tile=64", "recipe option: got '' in"),
+    ("mxfp8:key_tile=64,,causal=false", "recipe option: got '' in"),
     ("mxfp8:tile=64", r"recipe option: got 'tile=64' in 'mxfp8:tile=64'; accepted: key=value with key one of qk, p, v,"),
     ("mxfp8:name=other", "recipe option: got 'name=other'"),
     ("mxfp8:source=other", "recipe option: got 'source=other'"),
@@ -289,6 +357,26 @@ def test_malformed_operands_are_refused_with_what_is_accepted(text, reason):
 def test_unknown_names_options_and_values_are_refused_with_what_is_accepted(text, reason):
     with pytest.raises(ValueError, match=reason):
         resolve(text)
+
+
+@pytest.mark.parametrize(("asked", "text"), [
+    ("bf16", "bf16"), (" bf16\n", "bf16"), ("mxfp8", "mxfp8"), (" mxfp8 ", "mxfp8"),
+    ("mxfp8 : key_tile = 64 ", "mxfp8:key_tile=64"),
+    (RECIPES["nvfp4"], "nvfp4"), ("mxfp8:max_threshold=4", "mxfp8"),
+])
+def test_canonical_text_stands_for_what_was_asked(asked, text):
+    assert canonical_text(asked) == text
+
+
+@pytest.mark.parametrize(("asked", "reason"), [
+    ("mxfp5", "recipe: got 'mxfp5'; accepted names: bf16, mxfp8, "),
+    ("bf16:", "recipe: got 'bf16:'; accepted: 'bf16' alone, which is torch SDPA and has no options"),
+    ("bf16:key_tile=64", "accepted: 'bf16' alone"),
+    ("mxfp8:", "recipe option: got ''"),
+])
+def test_canonical_text_names_what_is_accepted_bf16_included(asked, reason):
+    with pytest.raises(ValueError, match=reason):
+        canonical_text(asked)
 
 
 @pytest.mark.parametrize("recipe", [None, 8, torch.float8_e4m3fn, b"mxfp8"])

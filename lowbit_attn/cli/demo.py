@@ -18,7 +18,7 @@ from lowbit_attn.cli.console import console, fail
 from lowbit_attn.cli.demo_report import Results, Videos
 from lowbit_attn.cli.demo_training import Training, TrainingSize
 from lowbit_attn.cli.demo_video import Generation, VideoSize
-from lowbit_attn.recipes import UNQUANTIZED
+from lowbit_attn.recipes import UNQUANTIZED, canonical_text
 from lowbit_attn.schedules import PrecisionSchedule, load
 
 DEFAULT_SCHEDULE = "wan2.2-t2v-a14b-hybrid"
@@ -84,8 +84,11 @@ def _check(schedule: str, recipe: str) -> PrecisionSchedule:
         plan = load(shipped.find_schedule(schedule))
         extras.require("demo", [name for names in extras.EXTRAS.values() for name in names])
         from lowbit_attn.integrations.torchtitan import AttentionOptions
-        from lowbit_attn.integrations.torchtitan.attention import check_options
+        from lowbit_attn.integrations.torchtitan.attention import check_options, training_recipes
 
+        if canonical_text(recipe) == UNQUANTIZED:
+            accepted = [name for name in training_recipes() if name != UNQUANTIZED]
+            raise ValueError(f"--recipe: got {recipe!r}, which trains anyway, as the baseline; accepted: {', '.join(accepted)}")
         check_options(AttentionOptions(recipe=recipe))
     except (ImportError, ValueError) as error:
         fail(error)

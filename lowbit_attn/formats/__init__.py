@@ -24,6 +24,7 @@ from lowbit_attn.formats.elements import (
     encode,
     round_stochastic,
     round_to_element,
+    wide,
 )
 from lowbit_attn.formats.hadamard import hadamard
 from lowbit_attn.formats.packing import pack4, pack6, unpack4, unpack6
@@ -73,4 +74,5 @@ __all__ = [
     "shared_exponent",
     "unpack4",
     "unpack6",
+    "wide",
 ]

@@ -16,12 +16,13 @@ compared with one another (the reference exponents of the kernels) and zero take
 raises another.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowbit_attn.formats.elements import E4M3, ElementFormat, decode, encode, round_stochastic, round_to_element
+from lowbit_attn.formats.elements import E4M3, ElementFormat, decode, encode, round_stochastic, round_to_element, wide
 from lowbit_attn.formats.scales import (
     E8M0_NAN,
     MIN_EXPONENT,
@@ -48,6 +49,17 @@ class BlockLayout:
     def block_shape(self, tokens: int, channels: int) -> tuple[int, int]:
         """The extent on a concrete tensor, never zero."""
         return max(1, self.tokens or tokens), max(1, self.channels or channels)
+
+    @property
+    def is_one_dimensional(self) -> bool:
+        """Whether blocks are lines of elements that run along the contraction axis of each product."""
+        return self.tokens == 1 and self.channels is not None
+
+    def shared_tokens(self, along_tokens: bool) -> float:
+        """How many consecutive tokens a scale depends on where the product contracts tokens or channels; inf for all of them."""
+        if along_tokens and self.is_one_dimensional:
+            return math.inf if self.second_level else self.channels or math.inf
+        return self.tokens or math.inf
 
 
 LAYOUTS: dict[str, BlockLayout] = {
@@ -150,10 +162,6 @@ def _scaled(blocks: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, blocks / scale)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def quantize(x: Tensor, element: ElementFormat, layout: BlockLayout, rule: str = "ceil", *, axis: int = -1,
              top: float | None = None, second_level: float = 1.0) -> Quantized:
     """Quantize `x` [..., tokens, channels] (any float dtype and strides) block by block.
@@ -166,7 +174,7 @@ def quantize(x: Tensor, element: ElementFormat, layout: BlockLayout, rule: str =
         return Quantized(flipped.codes.transpose(-1, -2).contiguous(), flipped.scales.transpose(-1, -2).contiguous(),
                          element, layout, axis, second_level, flipped.token_scales)
     tokens, channels = x.shape[-2:]
-    blocks = _blocked(_wide(x), layout)
+    blocks = _blocked(wide(x), layout)
     scales = _block_scales(_block_maximum(blocks), element, layout, rule, top, second_level)
     codes = encode(_scaled(blocks, scales.values), element)
     line = None if scales.line is None else scales.line[..., 0, 0, 0].contiguous()
@@ -199,7 +207,7 @@ def round_to_blocks(x: Tensor, element: ElementFormat, layout: BlockLayout, rule
         return round_to_blocks(x.transpose(-1, -2), element, layout, rule, top=top, second_level=second_level,
                                uniform=noise).transpose(-1, -2)
     tokens, channels = x.shape[-2:]
-    blocks = _blocked(_wide(x), layout)
+    blocks = _blocked(wide(x), layout)
     scale = _block_scales(_block_maximum(blocks), element, layout, rule, top, second_level).values
     scaled = blocks / scale if layout.scale == "e8m0" else _scaled(blocks, scale)
     rounded = round_to_element(scaled, element) if uniform is None else round_stochastic(scaled, element, _blocked(uniform, layout))
@@ -211,7 +219,7 @@ def quantization_counts(x: Tensor, element: ElementFormat, layout: BlockLayout, 
     """How many elements clamp at the largest code, and how many non-zero ones become zero."""
     if axis == -2:
         x = x.transpose(-1, -2)
-    blocks = _blocked(_wide(x), layout)
+    blocks = _blocked(wide(x), layout)
     scaled = _scaled(blocks, _block_scales(_block_maximum(blocks), element, layout, rule, top, 1.0).values)
     return element_counts(blocks, scaled, element)
 
@@ -224,9 +232,10 @@ def element_counts(source: Tensor, scaled: Tensor, element: ElementFormat) -> tu
 
 
 def scale_per_token(q: Quantized) -> Tensor:
-    """Scale codes [..., tokens] of a layout whose blocks span all channels (token_block, per_row, per_tensor)."""
-    if q.scales.shape[-1] != 1 or q.axis != -1:
-        raise ValueError(f"layout: got {q.layout.name!r} with axis {q.axis}; accepted: one scale column per token")
+    """Scale codes [..., tokens] of a layout whose blocks span all channels, however many: token_block, per_row, per_tensor."""
+    if q.layout.channels is not None or q.axis != -1:
+        spanning = ", ".join(layout.name for layout in LAYOUTS.values() if layout.channels is None)
+        raise ValueError(f"layout: got {q.layout.name!r} with axis {q.axis}; accepted: {spanning} with axis -1")
     tokens = q.codes.shape[-2]
     block_tokens, _ = q.layout.block_shape(tokens, 1)
     return q.scales[..., 0].repeat_interleave(block_tokens, -1)[..., :tokens]

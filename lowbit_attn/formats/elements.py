@@ -63,6 +63,13 @@ def element_format(name: str) -> ElementFormat:
     return ELEMENTS[name]
 
 
+def wide(x: Tensor) -> Tensor:
+    """`x` in float32 (float64 stays); TypeError for integers, which would be taken for values where codes are meant."""
+    if not x.is_floating_point():
+        raise TypeError(f"x: got dtype {x.dtype}; accepted: a floating dtype")
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _spacing(magnitude: Tensor, fmt: ElementFormat) -> Tensor:
     """Distance between neighbouring codes around each magnitude, a power of two."""
     if magnitude.dtype == torch.float32:
@@ -79,8 +86,7 @@ def round_to_element(x: Tensor, fmt: ElementFormat) -> Tensor:
 
     Equal to `decode(encode(x))` except that NaN survives in the formats that have no NaN code.
     """
-    wide = x if x.dtype == torch.float64 else x.float()
-    clamped = wide.clamp(-fmt.max_value, fmt.max_value)
+    clamped = wide(x).clamp(-fmt.max_value, fmt.max_value)
     if fmt.torch_dtype is not None and clamped.dtype == torch.float32:
         return clamped.to(fmt.torch_dtype).float()
     spacing = _spacing(clamped.abs(), fmt)
@@ -93,7 +99,7 @@ def round_stochastic(x: Tensor, fmt: ElementFormat, uniform: Tensor) -> Tensor:
     `uniform` holds numbers in [0, 1), one per element. Magnitudes round up where fraction + uniform >= 1, so the mean over
     uniform noise is x itself for every |x| up to the largest value, and a code's own value never moves.
     """
-    clamped = (x if x.dtype == torch.float64 else x.float()).clamp(-fmt.max_value, fmt.max_value)
+    clamped = wide(x).clamp(-fmt.max_value, fmt.max_value)
     spacing = _spacing(clamped.abs(), fmt)
     steps = clamped.abs() / spacing
     below = torch.floor(steps)

@@ -8,6 +8,8 @@ multiplication by d^-1/2, no fused multiply-add.
 import torch
 from torch import Tensor
 
+from lowbit_attn.formats.elements import wide
+
 
 def rotation_blocks(channels: int) -> list[int]:
     """Sizes of the independently rotated channel blocks: the binary digits of `channels`, largest first (96 -> 64, 32)."""
@@ -28,8 +30,8 @@ def hadamard(x: Tensor) -> Tensor:
 
     An axis that is not a power of two is rotated in the blocks of `rotation_blocks`.
     """
-    wide = x if x.dtype == torch.float64 else x.float()
-    sizes = rotation_blocks(wide.shape[-1])
+    x = wide(x)
+    sizes = rotation_blocks(x.shape[-1])
     if len(sizes) == 1:
-        return _butterflies(wide)
-    return torch.cat([_butterflies(part) for part in wide.split(sizes, -1)], -1)
+        return _butterflies(x)
+    return torch.cat([_butterflies(part) for part in x.split(sizes, -1)], -1)

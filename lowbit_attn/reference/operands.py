@@ -13,28 +13,24 @@ from lowbit_attn.reference.stats import Stats
 LOG2E = math.log2(math.e)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def round_operand(x: Tensor, operand: Operand, *, axis: int = -1, top: float | None = None,
                   uniform: Tensor | None = None) -> Tensor:
     """The values that quantization leaves of `x` [..., tokens, channels], in float32 (float64 for float64).
 
     `axis` is the contraction axis of the product: one-dimensional layouts run along it, the others ignore it.
     """
-    wide = _wide(x)
+    x = formats.wide(x)
     if operand.element == "identity":
-        return wide
+        return x
     if operand.element == "bf16":
-        return wide.to(torch.bfloat16).to(wide.dtype)
-    return formats.round_to_blocks(wide, formats.element_format(operand.element), formats.block_layout(operand.layout),
+        return x.to(torch.bfloat16).to(x.dtype)
+    return formats.round_to_blocks(x, formats.element_format(operand.element), formats.block_layout(operand.layout),
                                    operand.rule, axis=axis if operand.is_one_dimensional else -1, top=top, uniform=uniform)
 
 
 def working_qk(query: Tensor, key: Tensor, recipe: Recipe, scale: float) -> tuple[Tensor, Tensor]:
     """Q and K as they are quantized: rotated, then prescaled, in float32 (float64 for float64)."""
-    q, k = _wide(query), _wide(key)
+    q, k = formats.wide(query), formats.wide(key)
     if recipe.rotates(query.shape[-1]):
         q, k = formats.hadamard(q), formats.hadamard(k)
     if recipe.q_prescale:
@@ -139,7 +135,7 @@ def forward_operands(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, 
     else:
         v = coded_v.values(recipe.v) if coded_v else round_operand(value, recipe.v, axis=-2)
     if recipe.diagonal is not None:
-        per_key = code_per_token(_wide(value), recipe.diagonal)
+        per_key = code_per_token(formats.wide(value), recipe.diagonal)
         fields.update(diagonal_v=per_key.unscaled(recipe.diagonal), diagonal_v_exponent=per_key.exponents())
     return ForwardOperands(q, k, v, saved=saved, **fields)
 

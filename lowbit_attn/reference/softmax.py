@@ -45,6 +45,7 @@ class RowState:
         self.row_sum = like.new_zeros(column)
         self.output = like.new_zeros((*shape, channels))
         self.reference = like.new_full(column, float(MIN_EXPONENT))
+        self.sees_keys = like.new_zeros(column, dtype=torch.bool)
 
     def update(self, scores: Tensor, tile: ValueTile, visible: Tensor | None, rows: slice) -> None:
         """Fold one tile into `rows` of the chunk; scores [N, H, G, R', T] are overwritten."""
@@ -54,8 +55,8 @@ class RowState:
         exceeded, new = self._raised(old, tile_maximum)
         # -inf - -inf is NaN: a row that has seen nothing has nothing to rescale.
         decay = torch.where(old == -torch.inf, 0.0, torch.exp2(old - new))
-        # Integer casts in the approximate exponentials lose NaN; the row sum carries it.
-        poison = torch.where(tile_maximum.isnan(), torch.nan, 0.0).to(decay.dtype)
+        # Integer casts in the approximate exponentials lose NaN, and Inf has no score relative to it; the row sum carries both.
+        poison = torch.where(tile_maximum < torch.inf, 0.0, torch.nan).to(decay.dtype)
         log2_fold, lift = self._fold(tile, visible, part)
         rounded, weights = self._weights(scores, new, log2_fold)
         self.row_sum[part] = self.row_sum[part] * decay + weights.sum(-1, keepdim=True) + poison
@@ -64,6 +65,7 @@ class RowState:
             rolled_back = exceeded & (old != -torch.inf) if self.recipe.maximum == "frozen" else torch.zeros_like(exceeded)
             self.stats.record_step(rolled_back)
         self.maximum[part] = new
+        self.sees_keys[part] |= True if visible is None else visible.any(-1, keepdim=True)
 
     def _raised(self, old: Tensor, tile_maximum: Tensor) -> tuple[Tensor, Tensor]:
         """Which rows raise their maximum, and the new one."""
@@ -150,22 +152,21 @@ class RowState:
         return getattr(exponential, kind)(relative).to(relative.dtype)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Output [N, H, G, R, D] and natural-log lse [N, H, G, R]; rows that saw no key give 0 and -inf."""
-        output = self.output / torch.where(self.row_sum == 0, 1.0, self.row_sum)
+        """Output [N, H, G, R, D] and natural-log lse [N, H, G, R]; rows that saw no key give 0 and -inf.
+
+        A row that saw keys and has no weight is NaN: its scores left the range of float32, or of the affine proxy.
+        """
+        row_sum = torch.where(self.row_sum == 0, torch.where(self.sees_keys, torch.nan, 1.0), self.row_sum)
+        output = self.output / row_sum
         if self.recipe.p.layout == "fixed":
             exponent = self.reference if self.recipe.v_exponent == "running" else 0.0
             output = output * _exp2(exponent - self.recipe.p_log2_scale)
-        lse = (self.maximum + torch.log2(self.row_sum)) * math.log(2.0)
-        return output, torch.where(self.row_sum == 0, -torch.inf, lse)[..., 0]
+        lse = (self.maximum + torch.log2(row_sum)) * math.log(2.0)
+        return output, torch.where(self.sees_keys, lse, -torch.inf)[..., 0]
 
 
 def _exp2(exponent: Tensor | float) -> Tensor | float:
     return torch.exp2(exponent) if isinstance(exponent, Tensor) else 2.0**exponent
-
-
-def _unfolded(rounded: Tensor, log2_fold: Tensor | float) -> Tensor:
-    """The rounded P without the fold; a P of zero stays zero where 2^-fold overflows (keys whose V is zero)."""
-    return torch.where(rounded == 0, 0.0, rounded * _exp2(-log2_fold))
 
 
 def _product(probability: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, StrictStr, ValidationError
 from pydantic_core import ErrorDetails
 
-from lowbit_attn.recipes import UNQUANTIZED, recipe_names, resolve
+from lowbit_attn.recipes import canonical_text, recipe_names
 from lowbit_attn.schedules.grid import BoundSchedule, Layout, bind_rules
 from lowbit_attn.schedules.selector import EVERYTHING, Selector
 from lowbit_attn.schedules.source import Location, ScheduleError, Source, read
@@ -20,15 +20,11 @@ UNCHANGED = "unchanged"
 RECIPE = f"a recipe name, options allowed: {', '.join(recipe_names())}"
 
 
-def _recipe(text: str) -> str:
-    return text if text == UNQUANTIZED else resolve(text).canonical
-
-
 def _cross_recipe(text: str) -> str:
-    return text if text == UNCHANGED else _recipe(text)
+    return UNCHANGED if text.strip() == UNCHANGED else canonical_text(text)
 
 
-RecipeName = Annotated[StrictStr, AfterValidator(_recipe)]
+RecipeName = Annotated[StrictStr, AfterValidator(canonical_text)]
 
 
 class _Section(BaseModel):

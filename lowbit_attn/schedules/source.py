@@ -107,13 +107,22 @@ def read(source: str | Path | Mapping[str, Any], recipe_names: Sequence[str]) ->
     if isinstance(source, str):
         if "\n" in source or source.lstrip().startswith("{"):
             return parse_yaml(source, "<string>")
-        if source.partition(":")[0] in recipe_names:
+        if source.partition(":")[0].strip() in recipe_names:
             return Source("<recipe>", {"version": 1, "name": source, "attention": {"default": source}})
     elif not isinstance(source, Path):
         raise TypeError(f"schedule: got {type(source).__name__}; accepted: a path, YAML text, a mapping, a recipe name "
                         "or a PrecisionSchedule")
-    path = Path(source)
-    if not path.is_file():
-        raise ScheduleError(f"schedule: got {str(source)!r}, which is no file; accepted: a YAML file, YAML text, "
-                            f"or a recipe: {', '.join(recipe_names)}")
-    return parse_yaml(path.read_text(encoding="utf-8"), str(source))
+    return parse_yaml(_text_of(Path(source), f"a YAML file, YAML text, or a recipe: {', '.join(recipe_names)}"), str(source))
+
+
+def _text_of(path: Path, accepted: str) -> str:
+    try:
+        if not path.is_file():
+            raise ScheduleError(f"schedule: got {str(path)!r}, which is no file; accepted: {accepted}")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        line = error.object[:error.start].count(b"\n") + 1
+        raise ScheduleError(f"{path}:{line}: schedule: got byte 0x{error.object[error.start]:02X}, which is not UTF-8; accepted: "
+                            "YAML text in UTF-8") from None
+    except OSError as error:
+        raise ScheduleError(f"schedule: got {str(path)!r}, which cannot be read ({error.strerror}); accepted: {accepted}") from None

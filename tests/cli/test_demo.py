@@ -53,6 +53,8 @@ def test_every_stage_ran_to_its_end(report):
 @pytest.mark.parametrize(("arguments", "problem"), [
     (("--recipe", "fused_mxfp4"), "inference only"),
     (("--recipe", "mxfp9"), "got 'mxfp9'; accepted names"),
+    (("--recipe", "bf16"), "--recipe: got 'bf16', which trains anyway, as the baseline; accepted: mxfp8, nvfp4_fp8, nvfp4"),
+    (("--recipe", " bf16 "), "--recipe: got ' bf16 ', which trains anyway"),
     (("--schedule", "nope"), "got 'nope', which is no file"),
 ])
 def test_a_wrong_choice_is_refused_before_any_work(run, tmp_path, arguments, problem):

@@ -71,6 +71,13 @@ def test_an_unknown_recipe_is_named(leak):
     assert "mxfp9" in result.stderr
 
 
+def test_bf16_is_refused_and_not_offered(leak):
+    result = leak("bf16")
+    assert result.exit_code == 2
+    assert "got 'bf16', which is torch SDPA" in result.stderr
+    assert "bf16" not in result.stderr.partition("accepted")[2]
+
+
 @pytest.mark.parametrize(("option", "value"), [("--seq", 63), ("--probes", 0)])
 def test_sizes_too_small_are_refused(run, option, value):
     assert run("leak", "--recipe", "mxfp8", option, value).exit_code == 2

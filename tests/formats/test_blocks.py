@@ -336,11 +336,30 @@ def test_scale_per_token_repeats_each_block_s_scale_over_its_tokens(layout, heig
     assert torch.equal(values, dequantize(q))
 
 
-@pytest.mark.parametrize(("layout", "axis"), [("mx32", -1), ("square32", -1), ("token_block", -2), ("per_row", -2)])
-def test_scale_per_token_refuses_layouts_with_several_scales_per_token(layout, axis):
-    q = quantize(torch.randn(70, 50), ELEMENTS["e4m3"], block_layout(layout), axis=axis)
-    with pytest.raises(ValueError, match="accepted: one scale column per token"):
+@pytest.mark.parametrize("channels", [1, 16, 32, 50])
+@pytest.mark.parametrize(("layout", "axis"), [("mx32", -1), ("square32", -1), ("nvfp16", -1), ("nvfp16_token", -1),
+                                              ("token_block", -2), ("per_row", -2)])
+def test_scale_per_token_refuses_layouts_with_several_scales_per_token(layout, axis, channels):
+    # However few channels there are: with one block of them there happens to be one column, of another meaning.
+    q = quantize(torch.randn(70, channels), ELEMENTS["e4m3"], block_layout(layout), axis=axis)
+    with pytest.raises(ValueError, match=f"layout: got '{layout}' with axis {axis}; accepted: token_block, per_row, per_tensor"):
         scale_per_token(q)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_shared_tokens_says_how_far_a_change_of_one_token_reaches(layout, axis):
+    if axis == -2 and not block_layout(layout).is_one_dimensional:
+        axis = -1  # these read the same blocks whichever axis a product contracts
+    x = torch.randn(128, 64)
+    louder = x.clone()
+    louder[37] *= 2.0**20
+    before, after = (quantize(t, ELEMENTS["e2m1"], block_layout(layout), axis=axis) for t in (x, louder))
+    moved = (dequantize(before) != dequantize(after)).any(-1).nonzero().flatten().tolist()
+    shared = block_layout(layout).shared_tokens(along_tokens=axis == -2)
+    size = 128 if shared == float("inf") else int(shared)
+    assert set(moved) <= set(range(37 // size * size, 37 // size * size + size))
+    assert len(moved) > size * 0.9
 
 
 @every_axis

@@ -6,6 +6,7 @@ import pytest
 import torch
 from formats_oracle import DEFINITIONS, code_values, magnitudes, midpoints, nearest_codes, sign_bit
 
+from lowbit_attn import formats
 from lowbit_attn.formats import ELEMENTS, decode, element_format, encode, round_stochastic, round_to_element
 
 ML_DTYPES = {
@@ -242,3 +243,19 @@ def test_stochastic_rounding_never_moves_a_code_nor_leaves_the_range(name, dtype
     beyond = torch.tensor([1e9, torch.inf, -torch.inf], dtype=dtype)
     limit = round_stochastic(beyond, element_format(name), most[:3])
     assert limit.abs().tolist() == [values[-1].item()] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("convert", [
+    lambda x: formats.encode(x, formats.E2M1), lambda x: formats.encode(x, formats.E4M3),
+    lambda x: formats.round_to_element(x, formats.E2M1), lambda x: formats.round_stochastic(x, formats.E4M3, torch.zeros(4, 32)),
+    lambda x: formats.quantize(x, formats.E4M3, formats.LAYOUTS["mx32"]),
+    lambda x: formats.quantize(x, formats.E2M1, formats.LAYOUTS["nvfp16"], axis=-2),
+    lambda x: formats.round_to_blocks(x, formats.E4M3, formats.LAYOUTS["per_row"]),
+    lambda x: formats.quantization_counts(x, formats.E4M3, formats.LAYOUTS["mx32"]), formats.hadamard,
+], ids=["encode E2M1", "encode E4M3", "round_to_element", "round_stochastic", "quantize", "quantize along tokens",
+        "round_to_blocks", "quantization_counts", "hadamard"])
+def test_numbers_that_are_not_floating_are_refused_by_name(convert, dtype):
+    # An integer is likelier a code than a value.
+    with pytest.raises(TypeError, match=rf"x: got dtype {dtype}; accepted: a floating dtype"):
+        convert(torch.zeros(4, 32, dtype=dtype))

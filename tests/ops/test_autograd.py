@@ -115,11 +115,6 @@ class TestGradients:
             assert torch.equal(output, call(*inputs, recipe="mxfp8"))
         assert torch.equal(output, call(*inputs).detach())
 
-    def test_vmap_is_refused_by_name(self, call):
-        inputs = [x.detach().unsqueeze(0).expand(3, *x.shape) for x in tensors()]
-        with pytest.raises(NotImplementedError, match=r"lowbit_attn::.*attention_forward.*vmap"):
-            torch.vmap(call)(*inputs)
-
 
 class TestDirectCalls:
     """The operators called without the API, as a framework's policies see them."""
@@ -139,6 +134,13 @@ class TestDirectCalls:
             operator(*arguments(recipe="fused_mxfp4", is_causal=False, requires_grad=True))
         with pytest.raises(ValueError, match="is_causal"):
             operator(*arguments(recipe="fused_mxfp4", is_causal=True, save=False))
+
+    @pytest.mark.parametrize(("operator", "arguments"), [(OPS.attention_forward, op_calls.dense),
+                                                         (OPS.varlen_attention_forward, op_calls.varlen)])
+    def test_vmap_is_refused_by_name(self, operator, arguments):
+        query, *rest = arguments()
+        with pytest.raises(NotImplementedError, match=r"lowbit_attn::.*attention_forward has no vmap rule"):
+            torch.vmap(lambda x: operator(x, *rest))(query[None].expand(3, *query.shape))
 
     def test_codes_and_scales_carry_no_gradient(self):
         outputs = OPS.attention_forward(*op_calls.dense(requires_grad=True))

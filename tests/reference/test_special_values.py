@@ -1,11 +1,15 @@
 """NaN, Inf, padding garbage, zeros, denormals and outliers: seen where they must be, nowhere else, and never a plausible number."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import boundaries, exact_attention, relative_error, visible
 
 from lowbit_attn.recipes import RECIPES
 from lowbit_attn.reference import Visibility, backward, forward, varlen_backward, varlen_forward
+from lowbit_attn.reference.operands import round_operand
 
 TOKENS, BLOCK = 200, 32
 CAUSAL = [name for name, recipe in RECIPES.items() if recipe.causal]
@@ -235,3 +239,48 @@ class TestValueMagnitudes:
         output = forward(q, k, v, RECIPES[name], see("top_left")).output
         assert output.isfinite().all()
         assert (output[:, :, :32] == 0).all()
+
+
+class TestScoresOutOfRange:
+    """Scores of any size: as accurate as float32 holds them, or NaN; never a row of zeros that claims to have seen no key."""
+
+    AFFINE = [name for name, recipe in RECIPES.items() if recipe.exponential == "schraudolph_u16"]
+
+    @pytest.mark.parametrize("log2_score", [10, 20, 26, 30])
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_a_row_with_one_loud_key_returns_its_value(self, name, log2_score):
+        # Row i scores 2^log2_score with key i and 0 with the others. NVFP4 holds 6 exactly, prescaled formats a power of two.
+        recipe = replace(RECIPES[name], rotation="none")
+        size, score = 1.0 if recipe.q_prescale else 6.0, 2.0**log2_score * math.log(2.0)
+        one_hot, v = size * torch.eye(128)[None, None], torch.randn(1, 1, 128, 128)
+        result = forward(one_hot, one_hot, v, recipe, Visibility(128, 128), scale=score / size**2)
+        assert relative_error(result.output, round_operand(v, recipe.v, axis=-2)) <= 1e-5
+        assert relative_error(result.lse, torch.full_like(result.lse, score)) <= 1e-4
+
+    @pytest.mark.parametrize("sign", [1.0, -1.0])
+    @pytest.mark.parametrize("log2_score", [32, 40, 100])
+    @pytest.mark.parametrize("name", AFFINE)
+    def test_beyond_the_affine_range_rows_are_nan(self, name, log2_score, sign):
+        # Every key of a row scores the same, and the offset of one doubling is lost beside 2^31 of them.
+        q, k = torch.ones(1, 1, 8, 32), torch.full((1, 1, 300, 32), sign)
+        result = forward(q, k, torch.randn(1, 1, 300, 32), replace(RECIPES[name], rotation="none"), Visibility(8, 300),
+                         scale=2.0**log2_score / 32)
+        assert result.output.isnan().all()
+        assert result.lse.isnan().all()
+
+    @pytest.mark.parametrize("sign", [1.0, -1.0])
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_scores_that_overflow_float32_are_nan(self, name, sign):
+        q, k = torch.full((1, 1, 8, 64), 1e25), torch.full((1, 1, 300, 64), sign * 1e25)
+        result = forward(q, k, torch.randn(1, 1, 300, 64), RECIPES[name], Visibility(8, 300))
+        assert result.output.isnan().all()
+        assert result.lse.isnan().all()
+
+    @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.score_accumulator == "fp32"])
+    def test_one_overflowing_score_of_many_is_nan_upwards_and_no_weight_downwards(self, name):
+        q, k, v = torch.full((1, 1, 8, 64), 1e25), torch.zeros(1, 1, 300, 64), torch.randn(1, 1, 300, 64)
+        k[:, :, 200:232] = -1e25
+        result = forward(q, k, v, RECIPES[name], Visibility(8, 300))
+        assert result.output.isfinite().all()
+        k[:, :, 200:232] = 1e25
+        assert forward(q, k, v, RECIPES[name], Visibility(8, 300)).output.isnan().all()

@@ -116,6 +116,20 @@ def test_a_source_that_is_neither_file_nor_recipe_says_what_is_accepted(source):
         load(source)
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_a_file_that_is_not_utf_8_is_refused_with_its_line(tmp_path, encoding):
+    path = tmp_path / "mine.yaml"
+    path.write_bytes(GOOD.replace("name: example", "name: Exämple").encode(encoding))
+    line = 2 if encoding == "latin-1" else 1
+    with pytest.raises(ScheduleError, match=re.escape(f"{path}:{line}: schedule: got byte 0x") + ".*accepted: YAML text in UTF-8"):
+        load(path)
+
+
+def test_a_name_that_no_file_can_have_is_refused():
+    with pytest.raises(ScheduleError, match=r"which cannot be read .*accepted: a YAML file"):
+        load("x" * 5000)
+
+
 @pytest.mark.parametrize("text", ["\n", "- a\n- b\n", "a: &x [*x]\n", "1: 2\nversion: 1\n"])
 def test_documents_of_another_shape_are_refused_with_a_line(text):
     with pytest.raises(ScheduleError, match="<string>:1: "):

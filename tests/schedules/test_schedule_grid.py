@@ -117,3 +117,9 @@ def test_drawn_grids_keep_different_experts_apart():
     text = _drawn(render_schedule(_schedule({"expert": "low_noise", "blocks": 1, "recipe": "bf16"}).bind(steps=2, blocks=3)))
     assert "high_noise\n" in text.replace(" ", "")
     assert text.count("step \\ block") == 2
+
+
+def test_spaces_around_a_recipe_are_no_part_of_it():
+    bound = _schedule({"blocks": 0, "recipe": " bf16 "}, {"blocks": 1, "recipe": "mxfp8 "}, cross=" unchanged ").bind(1, 2)
+    assert bound.grid() == [["bf16", "mxfp8"]]
+    assert load(" bf16 ").bind(steps=1, blocks=1).grid() == [["bf16"]]
