@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -13,8 +13,13 @@ _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 
 
 def render_schedule(bound: BoundSchedule) -> Group:
-    """One table for each expert (one for all if they are equal), and a line about cross-attention."""
-    return Group(render_grids(bound.grids), Text(f"cross-attention: {bound.cross}"))
+    """One table for each expert (one for all if they are equal), and cross-attention in a line or in tables of its own."""
+    parts: list[RenderableType] = [render_grids({expert: bound.grid(expert) for expert in bound.recipes})]
+    if "cross" in bound.layout.kinds:
+        cross = {f"{expert}, cross-attention": bound.grid(expert, "cross") for expert in bound.recipes}
+        recipes = {cell for grid in cross.values() for row in grid for cell in row}
+        parts.append(Text(f"cross-attention: {recipes.pop()}") if len(recipes) == 1 else render_grids(cross))
+    return Group(*parts)
 
 
 def render_grids(grids: Mapping[str, Sequence[Sequence[str]]]) -> Group:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, StrictStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr, StrictStr, ValidationError
 from pydantic_core import ErrorDetails
 
 from lowbit_attn.recipes import canonical_text, recipe_names
+from lowbit_attn.schedules.families import FAMILIES, KINDS, Kind
 from lowbit_attn.schedules.grid import BoundSchedule, Layout, bind_rules
 from lowbit_attn.schedules.selector import EVERYTHING, Selector
 from lowbit_attn.schedules.source import Location, ScheduleError, Source, read
@@ -17,6 +18,8 @@ from lowbit_attn.schedules.source import Location, ScheduleError, Source, read
 UNCHANGED = "unchanged"
 """The value of `cross` that leaves those modules alone."""
 
+MODEL = f"auto, {', '.join(FAMILIES)}"
+MODULES = "a module name or a list of them, with * and ?"
 RECIPE = f"a recipe name, options allowed: {', '.join(recipe_names())}"
 
 
@@ -24,7 +27,21 @@ def _cross_recipe(text: str) -> str:
     return UNCHANGED if text.strip() == UNCHANGED else canonical_text(text)
 
 
+def _model(name: str) -> str:
+    if name not in ("auto", *FAMILIES):
+        raise ValueError(f"got {name!r}; accepted: {MODEL}")
+    return name
+
+
+def _patterns(value: Any) -> tuple[str, ...]:
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(p, str) and p for p in patterns):
+        raise ValueError(f"got {value!r}; accepted: {MODULES}")
+    return tuple(patterns)
+
+
 RecipeName = Annotated[StrictStr, AfterValidator(canonical_text)]
+Positive = Annotated[int, Field(strict=True, gt=0)]
 
 
 class _Section(BaseModel):
@@ -38,7 +55,9 @@ class Rule(_Section):
     steps: Selector = Field(EVERYTHING, description="an index, a list, or first, last, from/to")
     blocks: Selector = Field(EVERYTHING, description="an index, a list, or first, last, from/to")
     expert: Literal["high_noise", "low_noise"] | None = Field(None, description="high_noise, low_noise")
-    stream: Literal["dual", "single"] | None = Field(None, description="dual, single")
+    stream: Literal["main", "vace", "dual", "single"] | None = Field(None, description="main, vace, dual, single")
+    kind: Kind | None = Field(None, description=f"{', '.join(KINDS)} (left out: self and joint)")
+    modules: Annotated[tuple[str, ...], PlainValidator(_patterns)] = Field((), description=MODULES)
 
 
 class AttentionSection(_Section):
@@ -50,31 +69,48 @@ class AttentionSection(_Section):
     rules: tuple[Rule, ...] = Field((), description="a list of rules")
 
 
+class Sampling(_Section):
+    """How the schedule's source samples. `lowbit-attn generate` sets it; patching a pipeline does not."""
+
+    scheduler: StrictStr | None = Field(None, description="the name of a diffusers scheduler class")
+    flow_shift: float | None = Field(None, gt=0, description="a positive number")
+    steps: Positive | None = Field(None, description="a number of denoising steps")
+    guidance_scale: float | None = Field(None, ge=0, description="a number, at least 0")
+    guidance_scale_2: float | None = Field(None, ge=0, description="a number, at least 0, for the low-noise expert")
+    frames: Positive | None = Field(None, description="a number of frames")
+    width: Positive | None = Field(None, description="a number of pixels")
+    height: Positive | None = Field(None, description="a number of pixels")
+
+
 class PrecisionSchedule(_Section):
     """Which recipe runs at which step and block, of which expert and stream."""
 
     version: Literal[1] = Field(description="1")
     name: StrictStr = Field(description="text")
-    model: Literal["auto", "wan", "hunyuan_video"] = Field("auto", description="auto, wan, hunyuan_video")
+    model: Annotated[StrictStr, AfterValidator(_model)] = Field("auto", description=MODEL)
     attention: AttentionSection = Field(description="a mapping with default, cross, rules, on_unsupported")
+    sampling: Sampling = Field(Sampling.model_validate({}), description=f"a mapping with {', '.join(Sampling.model_fields)}")
 
     _source: Source = PrivateAttr(default_factory=lambda: Source("<schedule>", {}))
 
-    def check(self, blocks: int | Mapping[str, int], experts: tuple[str, ...] | None = None) -> None:
-        """Everything that can be checked before the number of steps is known; ScheduleError as in `bind`."""
-        self.bind(None, blocks, experts)
+    def check(self, blocks: int | Mapping[str, int], experts: tuple[str, ...] | None = None,
+              model: str | None = None) -> BoundSchedule:
+        """Everything that can be checked before the number of steps is known; arguments and errors as in `bind`."""
+        return self.bind(None, blocks, experts, model)
 
-    def bind(self, steps: int | None, blocks: int | Mapping[str, int],
-             experts: tuple[str, ...] | None = None) -> BoundSchedule:
+    def bind(self, steps: int | None, blocks: int | Mapping[str, int], experts: tuple[str, ...] | None = None,
+             model: str | None = None) -> BoundSchedule:
         """Resolve for a concrete run; ScheduleError names the line of what does not fit.
 
         Args:
-            steps: number of denoising steps; None checks blocks, experts and streams only and gives a grid without steps.
+            steps: number of denoising steps; None checks blocks, experts and modules only and gives grids without steps.
             blocks: number of blocks, or of the blocks of each stream in order (`{"dual": 20, "single": 40}`). Indices run
                 on through the streams: here dual blocks are 0 to 19 and single blocks 20 to 59.
             experts: names of the models that share the denoising. None means those that the rules speak of.
+            model: family, for the names of the modules; None for the schedule's own.
         """
-        return bind_rules(self._source, self.attention, Layout.of(steps, blocks, experts or self._expert_names()))
+        layout = Layout.of(steps, blocks, experts or self._expert_names(), model or self.model)
+        return bind_rules(self._source, self.attention, layout)
 
     def _expert_names(self) -> tuple[str, ...]:
         mentioned = any(rule.expert for rule in self.attention.rules)

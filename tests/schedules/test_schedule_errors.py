@@ -60,7 +60,7 @@ BIND_MISTAKES = [
     ("[0]", "40", 10, "40", "0 to 39"),
     ("from: 5, to: 9", "from: 5, to: 20", 11, "20", "0 to 19"),
     ("blocks: {from: 10, to: 19}", "blocks: {last: 41}", 12, "41", "1 to 40"),
-    ("expert: high_noise", "stream: single", 13, "'single'", "one kind of block"),
+    ("expert: high_noise", "stream: single", 13, "'single'", "accepted: main"),
     ("[0]", "{first: 100%}", 8, "fused_mxfp6", "rules[2] (line 10)"),
     ("recipe: fused_mxfp8", "recipe: fused_mxfp8\n    - {recipe: mxfp8}", 8, "fused_mxfp6", "rules[4] (line 15)"),
 ]

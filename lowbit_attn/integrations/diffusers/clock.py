@@ -4,10 +4,10 @@ The scheduler is called once per denoising step, outside compiled code, whicheve
 forward counters are none of these.
 """
 
-import functools
 from collections.abc import Callable
-from types import MethodType
 from typing import Any, Protocol
+
+from lowbit_attn.integrations.diffusers.taps import Tap
 
 
 class ClockListener(Protocol):
@@ -27,15 +27,27 @@ class ClockListener(Protocol):
 
 
 class Clock:
-    """Follows one scheduler at a time by wrapping `set_timesteps` and `step` on that instance."""
+    """Follows the scheduler of one pipeline.
 
-    def __init__(self, listener: ClockListener) -> None:
+    On the scheduler instance it observes `set_timesteps` (a run begins), `step` (a step is over) and `set_begin_index` (the run
+    starts late in its schedule). On the pipeline instance it observes what tells of a scheduler that was replaced since the last
+    run (`check_inputs`, a modular pipeline's `update_components`), and `get_timesteps`, which says how many steps a `strength`
+    below one leaves.
+    """
+
+    def __init__(self, listener: ClockListener, pipe: Any) -> None:
         self._listener = listener
+        self._pipe = pipe
         self._scheduler: Any = None
-        self._taps: list[_Tap] = []
-        self._calls = 0
+        self._taps: list[Tap] = []
+        self._calls = self._expected = 0
         self._order = 1
-        self.steps = 0
+        self._pipe_taps = self._observe(pipe, {
+            "check_inputs": (self.follow, None),
+            "update_components": (None, lambda result: self.follow()),
+            "get_timesteps": (None, self._shortened),
+        })
+        self.follow()
 
     @property
     def step(self) -> int:
@@ -45,49 +57,67 @@ class Clock:
     @property
     def running(self) -> bool:
         """Whether a step is in progress."""
-        return self.step < self.steps
+        return self._calls < self._expected
 
-    def attach(self, scheduler: Any) -> None:
-        """Listen to `scheduler` from its next run on, leaving the former one as it was."""
-        self.release()
+    def follow(self, mid_run: bool = False) -> None:
+        """Make sure that it is the pipeline's present scheduler which is followed; `mid_run` to join the run that it is in."""
+        scheduler = self._pipe.scheduler
+        if scheduler is self._scheduler:
+            return
+        self._release_scheduler()
         self._scheduler = scheduler
-        for name, observer in (("set_timesteps", (None, self._begin)), ("step", (self._listener.step_ending, self._advance))):
-            tap = _Tap.on(scheduler, name)
-            tap.observers[self] = observer
-            self._taps.append(tap)
-
-    def follow(self, scheduler: Any) -> None:
-        """Make sure, inside a run, that it is `scheduler`'s run which is followed.
-
-        Joins the run of a scheduler that was replaced since the last call, and learns of a run that starts late in its schedule
-        (video-to-video sets the begin index after the timesteps).
-        """
-        if scheduler is not self._scheduler:
-            self.attach(scheduler)
-            if getattr(scheduler, "num_inference_steps", None) is not None:
-                self._begin()
-        elif self.running and self._calls == 0 and self._scheduled_steps() != self.steps:
+        self._taps = self._observe(scheduler, {
+            "set_timesteps": (None, lambda result: self._begin()),
+            "set_begin_index": (None, lambda result: self._moved()),
+            "step": (self._listener.step_ending, lambda result: self._advance()),
+        })
+        if mid_run and getattr(scheduler, "num_inference_steps", None) is not None:
             self._begin()
 
     def release(self) -> None:
-        """Detach; the scheduler has its own methods again."""
+        """Detach; scheduler and pipeline have their own methods again."""
+        self._release_scheduler()
+        for tap in self._pipe_taps:
+            tap.release(self)
+        self._pipe_taps = []
+
+    def _release_scheduler(self) -> None:
         for tap in self._taps:
-            tap.observers.pop(self, None)
-            tap.remove_if_unused()
+            tap.release(self)
         self._taps = []
         self._scheduler = None
-        self._calls = self.steps = 0
+        self._calls = self._expected = 0
 
-    def _scheduled_steps(self) -> int:
-        calls = len(self._scheduler.timesteps) - (getattr(self._scheduler, "begin_index", None) or 0)
-        return -(-calls // self._order)
+    def _observe(self, owner: Any, methods: dict[str, tuple[Callable[[], None] | None, Callable[[Any], None] | None]],
+                 ) -> list[Tap]:
+        taps = []
+        for name, (before, after) in methods.items():
+            if callable(getattr(owner, name, None)):
+                tap = Tap.on(owner, name)
+                tap.observe(self, before, after)
+                taps.append(tap)
+        return taps
 
-    def _begin(self) -> None:
-        self._calls = self.steps = 0  # a listener that refuses the run leaves the clock at rest
+    def _begin(self, calls: int | None = None) -> None:
+        """A run of so many scheduler steps is about to start; None for as many as are left of the scheduler's timesteps."""
+        self._calls = self._expected = 0  # a listener that refuses the run leaves the clock at rest
         self._order = getattr(self._scheduler, "order", 1)
-        steps = self._scheduled_steps()
-        self._listener.run_started(steps)
-        self.steps = steps
+        if calls is None:
+            calls = len(self._scheduler.timesteps) - (getattr(self._scheduler, "begin_index", None) or 0)
+        self._listener.run_started(-(-calls // self._order))
+        self._expected = calls
+
+    def _moved(self) -> None:
+        """The run that has just begun starts elsewhere."""
+        if self.running and self._calls == 0:
+            self._begin()
+
+    def _shortened(self, result: Any) -> None:
+        """`get_timesteps` returns what `strength` leaves: timesteps (in some pipelines after as many sigmas) and a number."""
+        if isinstance(result, tuple) and hasattr(result[0], "__len__") and self.running and self._calls == 0:
+            left = len(result[0])
+            if 0 < left != self._expected:
+                self._begin(left)
 
     def _advance(self) -> None:
         if not self.running:
@@ -100,49 +130,3 @@ class Clock:
             self._listener.step_started(self.step)
         else:
             self._listener.run_ended()
-
-
-Observer = tuple[Callable[[], None] | None, Callable[[], None] | None]
-
-
-class _Tap:
-    """A wrapper around one method of one scheduler, shared by the clocks of all pipelines that use that scheduler."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.owner, self.name = owner, name
-        self.observers: dict[Clock, Observer] = {}
-        self._replaced = vars(owner).get(name)
-        original = getattr(owner, name)
-        bound = isinstance(original, MethodType)
-        function = original.__func__ if bound else original
-
-        @functools.wraps(function)  # pipelines inspect the signature
-        def tapped(*args: Any, **kwargs: Any) -> Any:
-            # A deep copy of the scheduler carries this method, bound to the copy: that is not our clock.
-            observers = [] if bound and args[0] is not owner else list(self.observers.values())
-            for before, _ in observers:
-                if before is not None:
-                    before()
-            result = function(*args, **kwargs)
-            for _, after in observers:
-                if after is not None:
-                    after()
-            return result
-
-        tapped.lowbit_attn_tap = self  # type: ignore[attr-defined]
-        self._installed = MethodType(tapped, owner) if bound else tapped
-        setattr(owner, name, self._installed)
-
-    @classmethod
-    def on(cls, owner: Any, name: str) -> "_Tap":
-        """The tap that is already there, or a new one."""
-        present = getattr(vars(owner).get(name), "lowbit_attn_tap", None)
-        return present if isinstance(present, cls) and present.owner is owner else cls(owner, name)
-
-    def remove_if_unused(self) -> None:
-        """Put the original back, unless another clock listens; a tap that others have wrapped since stays, inert."""
-        if not self.observers and vars(self.owner).get(self.name) is self._installed:
-            if self._replaced is None:
-                delattr(self.owner, self.name)
-            else:
-                setattr(self.owner, self.name, self._replaced)

@@ -161,15 +161,15 @@ def _with_rule(**rule):
 
 
 @pytest.mark.parametrize(("make", "spoil", "schedule", "error", "message"), [
-    (_unsupported, None, GOOD, TypeError, "got DDPMPipeline; accepted: WanPipeline, HunyuanVideoPipeline"),
-    (wan, None, {**GOOD, "model": "hunyuan_video"}, ValueError, "got 'hunyuan_video' for a WanPipeline; accepted: 'wan'"),
+    (_unsupported, None, GOOD, TypeError, "got DDPMPipeline, whose attention lowbit_attn does not guess at; accepted: WanPipeline"),
+    (wan, None, {**GOOD, "model": "hunyuan_video"}, ValueError, "got .hunyuan_video. for a WanPipeline; accepted: .wan."),
     (wan, None, 7, TypeError, "schedule: got int; accepted: a path"),
     (wan, None, _with_rule(blocks=3), ValueError, "got 3; accepted: 0 to 2"),
-    (wan, None, _with_rule(stream="dual"), ValueError, "got 'dual'; accepted: no stream"),
+    (wan, None, _with_rule(stream="dual"), ValueError, "got 'dual'; accepted: main"),
     (hunyuan, None, _with_rule(blocks=4), ValueError, "got 4; accepted: 0 to 3"),
     (hunyuan, None, _with_rule(expert="low_noise"), ValueError, "got 'low_noise'; accepted here: leave it out"),
     (hunyuan, None, {**GOOD, "attention": {"default": "bf16", "cross": "mxfp8"}}, ValueError, "cross: got 'mxfp8'"),
-    (wan, _foreign_processor, GOOD, ValueError, r"low_noise blocks.1.attn1: got processor Other; accepted: WanAttnProcessor"),
+    (wan, _foreign_processor, GOOD, ValueError, r"low_noise blocks.1.attn1: got processor Other; accepted: diffusers. own"),
     (wan, _unequal_experts, GOOD, ValueError, r"got|different numbers of blocks, \[3, 2\]; accepted: equal"),
     (wan, _no_transformers, GOOD, ValueError, "no transformer; accepted: transformer or transformer_2 set"),
     (wan, _no_scheduler, GOOD, TypeError, "scheduler: got a NoneType; accepted"),

@@ -1,10 +1,10 @@
-"""Wan 2.1 and 2.2: self-attention, and cross-attention to the text."""
+"""Wan 2.1 and 2.2, with their VACE and Animate variants: self-attention, and cross-attention to the text."""
 
 from typing import Any
 
 import torch
 
-from lowbit_attn.integrations.diffusers.processors.base import LowBitProcessor
+from lowbit_attn.integrations.diffusers.processors.base import LowBitProcessor, project_out, split_heads
 
 
 class WanProcessor(LowBitProcessor):
@@ -19,14 +19,11 @@ class WanProcessor(LowBitProcessor):
             out: torch.Tensor = self.stock(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
             return out
         query, key, value = _project(attn, hidden_states, context)
-        query, key = attn.norm_q(query), attn.norm_k(key)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
+        query, key, value = split_heads(attn, attn.norm_q(query), attn.norm_k(key), value)
         if rotary_emb is not None:
             query, key = _rotate(query, *rotary_emb), _rotate(key, *rotary_emb)
-        out = self.attend(query, key, value, attention_mask).flatten(2, 3).type_as(query)
-        for layer in attn.to_out:
-            out = layer(out)
-        return out
+        out = self.attend(query, key, value, attention_mask, split=encoder_hidden_states is None)
+        return project_out(attn, out.flatten(2, 3).type_as(query))
 
 
 def _project(attn: Any, hidden_states: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor, ...]:
