@@ -31,8 +31,8 @@ class Clock:
 
     On the scheduler instance it observes `set_timesteps` (a run begins), `step` (a step is over) and `set_begin_index` (the run
     starts late in its schedule). On the pipeline instance it observes what tells of a scheduler that was replaced since the last
-    run (`check_inputs`, a modular pipeline's `update_components`), and `get_timesteps`, which says how many steps a `strength`
-    below one leaves.
+    run (`check_inputs`, a modular pipeline's `update_components`); `get_timesteps`, which says how many steps a `strength` below
+    one leaves; and `maybe_free_model_hooks`, the last thing a call does.
     """
 
     def __init__(self, listener: ClockListener, pipe: Any) -> None:
@@ -46,6 +46,7 @@ class Clock:
             "check_inputs": (self.follow, None),
             "update_components": (None, lambda result: self.follow()),
             "get_timesteps": (None, self._shortened),
+            "maybe_free_model_hooks": (self._finish, None),
         })
         self.follow()
 
@@ -118,6 +119,12 @@ class Clock:
             left = len(result[0])
             if 0 < left != self._expected:
                 self._begin(left)
+
+    def _finish(self) -> None:
+        """The call is over, also if it was interrupted, or has set the timesteps once more than it used (Wan Animate)."""
+        if self.running:
+            self._calls = self._expected = 0
+            self._listener.run_ended()
 
     def _advance(self) -> None:
         if not self.running:

@@ -93,6 +93,7 @@ class Session:
     def __init__(self, pipe: Any, plan: Plan, measure: bool) -> None:
         self._pipe, self._plan = pipe, plan
         self._report = RunReport()
+        self._next: RunReport | None = None  # of a run that has not called a model yet
         self._stopwatch = Stopwatch() if measure else None
         self._warned: set[str] = set()
         self._bound: BoundSchedule | None = None
@@ -157,7 +158,7 @@ class Session:
         self._reclaim()
         streams, experts = dict(self._plan.layout.streams), tuple(self._plan.models)
         self._bound = self._plan.schedule.bind(steps, streams, experts, self._plan.adapter.family)
-        self._report = RunReport(steps, self._plan.layout.blocks, experts)
+        self._next = RunReport(steps, self._plan.layout.blocks, experts)
         if self._stopwatch is not None:
             self._stopwatch.start()
         self.step_started(0)
@@ -193,7 +194,7 @@ class Session:
     def run_ended(self) -> None:
         """Between runs attention is stock."""
         self._rest()
-        if self._stopwatch is not None:
+        if self._stopwatch is not None and self._next is None:
             self._stopwatch.stop()
             Console(stderr=True).print(self.snapshot())
 
@@ -218,10 +219,12 @@ class Session:
     def _collect(self, expert: str) -> None:
         for _, site, processor in self._installed[expert]:
             if processor.ran is not None and self._clock.running:
+                if self._next is not None:
+                    self._report, self._next = self._next, None
                 place = site.place
                 for recipe, number in (processor.eager_calls or {processor.ran: 1}).items():
                     self._report.calls[Call(self._clock.step, expert, place.block, place.kind, recipe)] += number
-            if processor.fell_back is not None:
+            if processor.fell_back is not None:  # and so has run
                 self._report.fallbacks[processor.fell_back] += 1
                 self._warn(f"{processor.name}: attention_mask with {processor.fell_back} is not key padding; such calls run "
                            "unchanged")

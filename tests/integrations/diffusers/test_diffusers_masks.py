@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
-from tiny_pipelines import hunyuan, hunyuan_text, run_hunyuan, wan
+from tiny_pipelines import hunyuan, hunyuan_text, run_hunyuan
 
 from lowbit_attn.integrations.diffusers import patch, report
 from lowbit_attn.integrations.diffusers.processors import HunyuanVideoProcessor

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from tiny_pipelines import hunyuan, run_hunyuan, run_wan, wan, wan_scheduler, wan_transformer
+from tiny_pipelines import hunyuan, run_wan, wan, wan_scheduler, wan_transformer
 
 from lowbit_attn.integrations.diffusers import patch, report, unpatch
 from lowbit_attn.integrations.diffusers.processors import HunyuanVideoProcessor, WanProcessor
@@ -48,16 +48,6 @@ def test_unpatch_restores_every_object(make):
     assert _state(pipe) != before
     unpatch(pipe)
     assert _state(pipe) == before
-
-
-@pytest.mark.parametrize(("make", "run"), [(wan, run_wan), (hunyuan, run_hunyuan)])
-def test_unpatch_restores_the_output(make, run):
-    pipe = make()
-    before = run(pipe)
-    patch(pipe, "fused_mxfp4")
-    assert not torch.equal(run(pipe), before)
-    unpatch(pipe)
-    assert torch.equal(run(pipe), before)
 
 
 def test_patching_leaves_the_state_dict_unchanged():

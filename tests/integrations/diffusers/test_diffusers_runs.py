@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_pipelines import HUNYUAN_DUAL, HUNYUAN_SINGLE, WAN_BLOCKS, hunyuan, run_hunyuan, run_wan, wan
+from tiny_pipelines import HUNYUAN_DUAL, HUNYUAN_SINGLE, WAN_BLOCKS, hunyuan, run_hunyuan, run_wan, torch_attention, wan
 
 from lowbit_attn.integrations.diffusers import patch, report
 from lowbit_attn.integrations.diffusers.processors import base
@@ -24,38 +24,12 @@ def _hybrid_row(step: int, steps: int, blocks: int) -> list[str]:
     return ["bf16"] + ["fused_mxfp6" if step in (0, steps - 1) else "fused_mxfp4"] * (blocks - 1)
 
 
-def _torch_attention(query, key, value, *, recipe, key_lengths):
-    """Exact attention in the place of ours, the way the stock processors call it."""
-    mask = None
-    if key_lengths is not None:
-        mask = (torch.arange(key.shape[2]) < key_lengths[:, None])[:, None, None]
-    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-
-
-@pytest.mark.parametrize(("make", "run"), [(wan, run_wan), (hunyuan, run_hunyuan)])
-def test_bf16_everywhere_is_bit_identical_to_the_unpatched_pipeline(make, run):
-    pipe = make()
-    before = run(pipe)
-    assert torch.equal(run(patch(pipe, "bf16")), before)
-
-
-@pytest.mark.parametrize(("make", "run"), [(wan, run_wan), (hunyuan, run_hunyuan)])
-@pytest.mark.parametrize("fused", [False, True])
-def test_everything_around_attention_is_bit_identical_to_the_stock_processor(make, run, fused, monkeypatch):
-    pipe = make()
-    if fused:
-        pipe.transformer.fuse_qkv_projections()
-    before = run(pipe)
-    monkeypatch.setattr(base, "attention", _torch_attention)
-    assert torch.equal(run(patch(pipe, "mxfp8")), before)
-
-
 @pytest.mark.parametrize("cross", ["unchanged", "mxfp8"])
 def test_cross_attention_in_a_recipe_uses_the_stock_arithmetic_around_it(cross, monkeypatch):
     pipe = wan()
     pipe.transformer_2.fuse_qkv_projections()
     before = run_wan(pipe)
-    monkeypatch.setattr(base, "attention", _torch_attention)
+    monkeypatch.setattr(base, "attention", torch_attention)
     patch(pipe, {"version": 1, "name": "c", "attention": {"default": "bf16", "cross": cross}})
     assert torch.equal(run_wan(pipe), before)
 
@@ -74,7 +48,7 @@ def test_attention_gets_views_of_what_the_processor_computed(make, run, monkeypa
 
     def spy(query, key, value, *, recipe, key_lengths):
         seen.extend(x.transpose(1, 2).is_contiguous() for x in (query, key, value))
-        return _torch_attention(query, key, value, recipe=recipe, key_lengths=key_lengths)
+        return torch_attention(query, key, value, recipe=recipe, key_lengths=key_lengths)
 
     monkeypatch.setattr(base, "attention", spy)
     run(patch(make(), "mxfp8"), steps=1)
@@ -134,7 +108,7 @@ def test_the_scheduled_recipe_is_what_reaches_attention(make, run, monkeypatch):
 
     def spy(query, key, value, *, recipe, key_lengths):
         asked.append(recipe)
-        return _torch_attention(query, key, value, recipe=recipe, key_lengths=key_lengths)
+        return torch_attention(query, key, value, recipe=recipe, key_lengths=key_lengths)
 
     monkeypatch.setattr(base, "attention", spy)
     pipe = patch(make(), HYBRID)

@@ -82,3 +82,12 @@ def run_hunyuan(pipe: HunyuanVideoPipeline, steps: int = 4, valid: int = 10, **c
     }
     latents: torch.Tensor = pipe(**{**inputs, **changes}).frames
     return latents
+
+
+def torch_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: str,
+                    key_lengths: torch.Tensor | None) -> torch.Tensor:
+    """Exact attention in the place of ours, the way the stock processors call it."""
+    mask = None
+    if key_lengths is not None:
+        mask = (torch.arange(key.shape[2]) < key_lengths[:, None])[:, None, None]
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
