@@ -82,7 +82,7 @@ def _check(schedule: str, recipe: str) -> PrecisionSchedule:
     """Whatever can go wrong by the user's choice does so here, before any work."""
     try:
         plan = load(shipped.find_schedule(schedule))
-        extras.require("demo", [name for names in extras.EXTRAS.values() for name in names])
+        extras.require("demo", [name for extra in ("torchtitan", "diffusers", "demo") for name in extras.EXTRAS[extra]])
         from lowbit_attn.integrations.torchtitan import AttentionOptions
         from lowbit_attn.integrations.torchtitan.attention import check_options, training_recipes
 

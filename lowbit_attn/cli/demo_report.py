@@ -14,8 +14,7 @@ from torch import Tensor
 from lowbit_attn import explain
 from lowbit_attn.cli.demo_training import TAIL, Training
 from lowbit_attn.cli.demo_video import Generation, fidelity
-
-_BACKGROUND = "white"
+from lowbit_attn.cli.plots import BACKGROUND, save_grids
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,9 @@ class Results:
 def write(results: Results, out: Path) -> Path:
     """Write `report.md` and its pictures; returns the report's path."""
     _plot_losses(results, out / "loss.png")
-    _plot_grid(results.videos.scheduled, out / "grid.png")
+    ran = results.videos.scheduled.ran
+    assert ran is not None
+    save_grids({expert: ran.grid(expert) for expert in ran.experts}, out / "grid.png")
     _contact_sheet(results.videos.baseline, out / "frames-bf16.png")
     _contact_sheet(results.videos.scheduled, out / "frames-scheduled.png")
     path = out / "report.md"
@@ -182,34 +183,7 @@ def _plot_losses(results: Results, path: Path) -> None:
     below.set(xlabel="step", ylabel=f"{results.low_bit.recipe} − bf16")
     for panel in (axes, below):
         panel.grid(alpha=0.3)
-    figure.savefig(path, dpi=130, facecolor=_BACKGROUND)
-
-
-def _plot_grid(video: Generation, path: Path) -> None:
-    from matplotlib.colors import BoundaryNorm, ListedColormap
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    assert video.ran is not None
-    grids = {expert: video.ran.grid(expert) for expert in video.ran.experts}
-    names = sorted({cell for grid in grids.values() for row in grid for cell in row})
-    colors = ListedColormap([_color(name, index) for index, name in enumerate(names)])
-    norm = BoundaryNorm([index - 0.5 for index in range(len(names) + 1)], len(names))
-    figure = Figure(figsize=(8, 1.1 + 1.2 * len(grids)), layout="constrained")
-    for axes, (expert, grid) in zip(figure.subplots(len(grids), 1, squeeze=False)[:, 0], grids.items(), strict=True):
-        image = [[names.index(cell) for cell in column] for column in zip(*grid, strict=True)]
-        axes.pcolormesh(image, cmap=colors, norm=norm, edgecolors=_BACKGROUND, linewidth=1)
-        axes.invert_yaxis()
-        axes.set(title=expert, ylabel="block", xticks=[i + 0.5 for i in range(len(grid))], xticklabels=range(len(grid)),
-                 yticks=[i + 0.5 for i in range(len(image))], yticklabels=range(len(image)))
-    axes.set_xlabel("step")
-    figure.legend(handles=[Patch(color=colors(index), label="did not run" if name == "–" else name)
-                           for index, name in enumerate(names)], loc="outside right")
-    figure.savefig(path, dpi=130, facecolor=_BACKGROUND)
-
-
-def _color(name: str, index: int) -> str:
-    return "#ececec" if name == "–" else ("#4477aa", "#ddaa33", "#228833", "#aa3377", "#66ccee", "#ee6677")[index % 6]
+    figure.savefig(path, dpi=130, facecolor=BACKGROUND)
 
 
 def _contact_sheet(video: Generation, path: Path, columns: int = 6) -> None:

@@ -7,9 +7,10 @@ from importlib.util import find_spec
 EXTRAS: dict[str, tuple[str, ...]] = {
     "torchtitan": ("torchtitan", "datasets", "torchdata", "tokenizers"),
     "diffusers": ("diffusers", "transformers"),
+    "video": ("av",),
     "demo": ("matplotlib", "torchmetrics"),
 }
-"""Packages by the extra of `lowbit-attn` that installs them; `demo` includes the other two extras."""
+"""Packages by the extra of `lowbit-attn` that installs them; `demo` includes the other extras."""
 
 
 class MissingExtraError(ImportError):

@@ -1,4 +1,5 @@
 import pytest
+from PIL import Image
 
 from lowbit_attn.cli import shipped
 
@@ -14,9 +15,21 @@ def test_show_prints_the_grid(run):
 
 @pytest.mark.parametrize("name", shipped.schedule_names())
 def test_shipped_schedules_are_found_by_name(run, name):
-    result = run("schedule", "show", name, "--steps", 50)
+    result = run("schedule", "show", name)
     assert result.exit_code == 0, result.stderr
-    assert "fused_mxfp4" in result.stdout
+    assert any(recipe in result.stdout for recipe in ("fused_mxfp4", "mxattention", "mxfp8_fast"))
+
+
+def test_a_png_of_the_grid_is_written(run, tmp_path):
+    result = run("schedule", "show", "wan2.2-t2v-a14b-mxattention", "--png", tmp_path / "grid.png")
+    assert result.exit_code == 0, result.stderr
+    assert Image.open(tmp_path / "grid.png").size[0] > 500
+
+
+def test_steps_and_blocks_default_to_the_schedules_own_and_the_published_models(run):
+    result = run("schedule", "show", "minimax-h3-hybrid")
+    assert "35–49" in result.stdout
+    assert "0–49" in result.stdout
 
 
 def test_streams(run, tmp_path):
