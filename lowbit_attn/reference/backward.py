@@ -1,8 +1,9 @@
 """Attention backward of the recipes that train, in plain PyTorch: the specification that kernels must equal.
 
-Sources: FLAMIA sections 3.2-3.4, A.3-A.5 and B.1. P is rebuilt from lse with the forward's codes; D = sum(O * dO) uses the
-dO values that dP uses; dV uses E4M3(P 2^8) without a stored scale. dQ accumulates in float32, so no accumulator scale
-couples rows.
+Sources: FLAMIA sections 3.2-3.4, A.3-A.5 and B.1. P is rebuilt from lse with the forward's codes; dV uses E4M3(P 2^8) without
+a stored scale. D = sum(O * dO) uses the dO values that dP uses, and an O of the V values that dP uses: the forward's where one
+representation of V serves both products, else the mean of dP with weights P (FLAMIA 3.3, 3.4). dQ accumulates in float32, so
+no accumulator scale couples rows.
 """
 
 from dataclasses import dataclass
@@ -61,14 +62,18 @@ def backward(grad_output: Tensor, grad_lse: Tensor | None, saved: Saved, output:
 
 
 class _Rows:
-    """Query-side tensors, grouped by key/value head: [N, H, G, R, D] and [N, H, G, R]."""
+    """Query-side tensors, grouped by key/value head: [N, H, G, R, D] and [N, H, G, R].
+
+    `delta` is D - dlse, still without D where the forward's output is one of other V values than dP's (`needs_mean`).
+    """
 
     def __init__(self, grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, recipe: Recipe,
                  operands: BackwardOperands, groups: int) -> None:
         dtype = operands.q.dtype
         do_dp = round_operand(grad_output, recipe.do).to(dtype)
         do_dv = round_operand(grad_output, recipe.do, axis=-2).to(dtype) if recipe.do.is_one_dimensional else do_dp
-        delta = (output.to(dtype) * do_dp).sum(-1)
+        self.needs_mean = recipe.v.is_one_dimensional
+        delta = torch.zeros_like(lse, dtype=dtype) if self.needs_mean else (output.to(dtype) * do_dp).sum(-1)
         if grad_lse is not None:
             delta = delta - grad_lse.to(dtype)
         # +inf makes P and every gradient of a row that saw no key vanish.
@@ -106,15 +111,18 @@ def _accumulate(rows: _Rows, operands: BackwardOperands, recipe: Recipe, visibil
     grad_query = torch.zeros_like(rows.q)
     grad_key, grad_value = torch.zeros_like(operands.k), torch.zeros_like(operands.v)
     batch, kv_heads, groups, queries, _ = rows.q.shape
+    tiles = key_tiles(operands.k.shape[2], recipe.key_tile)
     for chunk in row_chunks(batch * kv_heads * groups, queries, recipe.key_tile):
-        for tile in key_tiles(operands.k.shape[2], recipe.key_tile):
+        delta = rows.delta[..., chunk.start:chunk.stop, None]
+        if rows.needs_mean:
+            delta = delta + _mean_dp(rows, operands, visibility, chunk, tiles, factor)
+        for tile in tiles:
             keys = slice(tile.start, tile.stop)
             for segment in visibility.segments(chunk, tile):
                 part = (..., slice(segment.rows.start, segment.rows.stop), slice(None))
-                line = (..., slice(segment.rows.start, segment.rows.stop), None)
-                p = _probability(rows.q[part], operands.k[:, :, keys], rows.lse_base2[line], factor, segment.visible)
+                p, dp = _probability_and_dp(rows, operands, segment, tile, factor)
                 grad_value[:, :, keys] += _over_rows(_round_for_value(p, recipe, stats), rows.do_dv[part])
-                ds = p * (score_product(rows.do_dp[part], operands.v[:, :, keys]) - rows.delta[line])
+                ds = p * (dp - delta[..., segment.rows.start - chunk.start:segment.rows.stop - chunk.start, :])
                 if segment.visible is not None:
                     ds = ds.masked_fill_(~segment.visible, 0.0)
                 if stats is not None:
@@ -128,6 +136,21 @@ def _accumulate(rows: _Rows, operands: BackwardOperands, recipe: Recipe, visibil
     return Gradients(grad_query, grad_key, grad_value)
 
 
+def _mean_dp(rows: _Rows, operands: BackwardOperands, visibility: Visibility, chunk: range, tiles: list[range],
+             factor: float) -> Tensor:
+    """sum(P dP) / sum(P) of each row of a chunk, [N, H, G, R, 1]: with it as D, a row of dS sums to zero; 0 without a key."""
+    weighted = torch.zeros_like(rows.delta[..., chunk.start:chunk.stop, None])
+    weights = torch.zeros_like(weighted)
+    for tile in tiles:
+        for segment in visibility.segments(chunk, tile):
+            p, dp = _probability_and_dp(rows, operands, segment, tile, factor)
+            part = (..., slice(segment.rows.start - chunk.start, segment.rows.stop - chunk.start), slice(None))
+            product = p * dp if segment.visible is None else (p * dp).masked_fill_(~segment.visible, 0.0)
+            weighted[part] += product.sum(-1, keepdim=True)
+            weights[part] += p.sum(-1, keepdim=True)
+    return weighted / torch.where(weights == 0, 1.0, weights)
+
+
 def _times_keys(ds: Tensor, rounded: Tensor, operands: BackwardOperands, recipe: Recipe, segment: Segment,
                 tile: range) -> Tensor:
     """dS K of one tile; with the K fold, 2^(K's exponents) joins dS before it is rounded."""
@@ -139,12 +162,15 @@ def _times_keys(ds: Tensor, rounded: Tensor, operands: BackwardOperands, recipe:
     return score_product(rounded, operands.dq_k[:, :, keys].transpose(-1, -2))
 
 
-def _probability(q: Tensor, k: Tensor, lse_base2: Tensor, factor: float, visible: Tensor | None) -> Tensor:
-    """P = 2^(X - lse), 0 where masked."""
-    scores = score_product(q, k).mul_(factor)
-    if visible is not None:
-        scores = scores.masked_fill_(~visible, -torch.inf)
-    return scores.sub_(lse_base2).exp2_()
+def _probability_and_dp(rows: _Rows, operands: BackwardOperands, segment: Segment, tile: range,
+                        factor: float) -> tuple[Tensor, Tensor]:
+    """P = 2^(X - lse), 0 where masked, and dP = dO V of one tile."""
+    start, stop, keys = segment.rows.start, segment.rows.stop, slice(tile.start, tile.stop)
+    scores = score_product(rows.q[..., start:stop, :], operands.k[:, :, keys]).mul_(factor)
+    if segment.visible is not None:
+        scores = scores.masked_fill_(~segment.visible, -torch.inf)
+    p = scores.sub_(rows.lse_base2[..., start:stop, None]).exp2_()
+    return p, score_product(rows.do_dp[..., start:stop, :], operands.v[:, :, keys])
 
 
 def _round_for_value(probability: Tensor, recipe: Recipe, stats: Stats | None) -> Tensor:

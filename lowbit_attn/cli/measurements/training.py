@@ -32,7 +32,7 @@ def gradients(tensors: list[Tensor], recipe: Recipe, is_causal: bool) -> dict[st
 
 def exact_gradients(tensors: list[Tensor], is_causal: bool) -> dict[str, Tensor]:
     """The same from exact attention in float32, on the same inputs."""
-    query, key, value = (x.float().requires_grad_() for x in tensors[:3])
+    query, key, value = (x.detach().float().requires_grad_() for x in tensors[:3])
     output = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
     grads = torch.autograd.grad(output, (query, key, value), tensors[3].float())
     return {"O": output.detach(), **dict(zip(("dQ", "dK", "dV"), grads, strict=True))}
