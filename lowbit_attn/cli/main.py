@@ -2,7 +2,7 @@
 
 import typer
 
-from lowbit_attn.cli import accuracy, compare, demo, doctor, generate, leak, schedule
+from lowbit_attn.cli import accuracy, bench, compare, demo, doctor, generate, leak, schedule
 
 app = typer.Typer(name="lowbit-attn", help="Low-bit attention for PyTorch.",
                   no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -12,6 +12,7 @@ app.command("accuracy")(accuracy.accuracy)
 app.command("leak")(leak.leak)
 app.command("generate")(generate.generate)
 app.command("compare")(compare.compare)
+app.add_typer(bench.app, name="bench")
 app.add_typer(schedule.app, name="schedule")
 
 if __name__ == "__main__":

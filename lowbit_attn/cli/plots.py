@@ -49,6 +49,26 @@ def save_series(series: Mapping[str, Mapping[str, Sequence[float]]], path: Path)
     figure.savefig(path, dpi=130, facecolor=BACKGROUND)
 
 
+def save_bars(panels: Mapping[str, Sequence[tuple[str, float, bool]]], unit: str, path: Path, title: str) -> None:
+    """A PNG of horizontal bars (label, value, whether it is what others are compared with), one panel per name."""
+    from matplotlib.figure import Figure
+
+    heights = [0.8 + 0.28 * len(bars) for bars in panels.values()]
+    figure = Figure(figsize=(9, sum(heights) + 0.5), layout="constrained")
+    axes_list = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, bars) in zip(axes_list, panels.items(), strict=True):
+        labels, values, compared = zip(*bars, strict=True)
+        drawn = axes.barh(labels, values, color=["#bbbbbb" if other else _COLORS[0] for other in compared])
+        axes.bar_label(drawn, [f"{value:.4g}" for value in values], padding=3, fontsize=8)
+        axes.margins(x=0.12)
+        axes.invert_yaxis()
+        axes.set_title(name, fontsize=9, loc="left")
+        axes.tick_params(labelsize=8)
+        axes.set_xlabel(unit, fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=130, facecolor=BACKGROUND)
+
+
 def _ticks(count: int) -> range:
     return range(0, count, -(-count // _MAX_TICKS))
 

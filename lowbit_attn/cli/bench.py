@@ -1,0 +1,159 @@
+"""`lowbit-attn bench`: speed and error beside other implementations, on this machine."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from lowbit_attn.cli import extras
+from lowbit_attn.cli.benchmarks.workloads import PRESETS, Layout, Preset, Workload
+from lowbit_attn.cli.console import console, fail
+
+if TYPE_CHECKING:
+    from lowbit_attn.cli.benchmarks.record import Row
+
+app = typer.Typer(help="Measure speed and error beside other implementations.", no_args_is_help=True)
+
+Presets = Annotated[list[Preset] | None, typer.Option(
+    "--preset", help="Workloads; may be given several times. By default `paper` on a GPU, `small` on a CPU.")]
+Recipes = Annotated[str, typer.Option(help="Recipes, separated by commas; options may follow as in 'mxfp8:max_threshold=2'.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Every contender is timed once a round, in turn; the median counts.")]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
+Output = Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plot.")]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure speed and error beside other implementations."""
+
+
+@app.command()
+def forward(
+    preset: Presets = None,
+    recipes: Recipes = "mxfp8,mxfp8_fast",
+    rounds: Rounds = 3,
+    device: DeviceName = None,
+    layout: Annotated[Layout, typer.Option(help="How batched inputs lie in memory.")] = Layout.BSHD,
+    output: Output = Path("outputs/bench"),
+) -> None:
+    """Attention forward: kernel alone and with quantization, against torch SDPA, flash-attn-4, cuDNN FP8 and SageAttention.
+
+    What cannot run here is named with the reason. Errors are relative to exact attention in float32.
+    """
+    from lowbit_attn.cli.benchmarks.forward import measure_all
+
+    target = _device(device)
+    workloads, names = _workloads(preset, target), _recipes(recipes)
+    _run("forward", measure_all(workloads, names, target, rounds, layout, _announce), target, output)
+
+
+@app.command()
+def quantize(
+    preset: Presets = None,
+    recipes: Recipes = "mxfp8,mxfp8_fast",
+    rounds: Rounds = 3,
+    device: DeviceName = None,
+    output: Output = Path("outputs/bench"),
+) -> None:
+    """Quantization of Q, K and V: bytes read and written per second, against a plain copy on the same device."""
+    from lowbit_attn.cli.benchmarks.quantizers import distinct, measure
+    from lowbit_attn.cli.benchmarks.timing import current
+
+    target = _device(device)
+    workloads, names = distinct(_workloads(preset, target)), _recipes(recipes)
+
+    def rows() -> Iterable[list["Row"]]:
+        for workload in workloads:
+            _announce(workload)
+            with current(target):
+                yield measure(workload, names, target, rounds)
+
+    _run("quantize", rows(), target, output)
+
+
+@app.command()
+def plot(file: Annotated[Path, typer.Argument(metavar="JSON", help="What `forward` or `quantize` wrote.")]) -> None:
+    """Draw a finished measurement again, beside its JSON file; for measurements from machines without matplotlib."""
+    from lowbit_attn.cli.benchmarks import render
+    from lowbit_attn.cli.benchmarks.record import Record
+
+    try:
+        extras.require("demo", ["matplotlib"])
+        record = Record.read(file)
+    except (OSError, ValueError, KeyError, extras.MissingExtraError) as error:
+        fail(f"JSON: got {str(file)!r}: {error}")
+    render.plot(record, file.with_suffix(".png"))
+    console.print(f"wrote {file.with_suffix('.png')}", soft_wrap=True)
+
+
+def _run(name: str, measured: Iterable[list["Row"]], device: torch.device, output: Path) -> None:
+    """Print and write each workload as it is done, so that what an interrupted run measured is kept."""
+    from lowbit_attn.cli.benchmarks import render
+    from lowbit_attn.cli.benchmarks.record import Environment, Record
+
+    record, paths, said = Record(Environment.current(device), []), [], []
+    wide = console if console.is_terminal else Console(width=max(200, console.width))  # a log keeps every cell
+    console.print(f"{record.environment.device}: {record.environment.command}", soft_wrap=True, highlight=False)
+    for rows in measured:
+        record = Record(record.environment, [*record.rows, *rows])
+        paths = record.write(output / name)
+        wide.print(render.table(record, rows))
+        for line in [line for line in render.notes(rows) if line not in said]:
+            said.append(line)
+            console.print(line, soft_wrap=True)
+    try:
+        extras.require("demo", ["matplotlib"])
+    except extras.MissingExtraError as error:
+        console.print(f"no plot: {error}; `lowbit-attn bench plot {paths[0]}` draws it later", style="yellow", soft_wrap=True)
+    else:
+        paths.append(output / f"{name}.png")
+        render.plot(record, paths[-1])
+    console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
+
+
+def _announce(workload: Workload) -> None:
+    console.print(f"measuring {workload}", style="dim", soft_wrap=True)
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None and not torch.cuda.is_available():
+        console.print("no GPU here (torch finds no CUDA or ROCm device): measuring the reference on the CPU", style="yellow")
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        fail(f"--device: got {name!r}; accepted: a device that torch can use here ({str(error).splitlines()[0]})")
+    return device
+
+
+def _workloads(presets: Sequence[Preset] | None, device: torch.device) -> list[Workload]:
+    """The workloads of the presets; those made for a GPU would take a CPU hours."""
+    chosen = presets or [Preset.SMALL if device.type == "cpu" else Preset.PAPER]
+    large = [preset for preset in chosen if preset is not Preset.SMALL]
+    if device.type == "cpu" and large:
+        fail(f"--preset: got {', '.join(large)} on device cpu, which needs a GPU; accepted: {Preset.SMALL}")
+    return [workload for preset in dict.fromkeys(chosen) for workload in PRESETS[preset]]
+
+
+def _recipes(text: str) -> list[str]:
+    """Split at commas; a part like `option=value` belongs to the recipe before it."""
+    from lowbit_attn.recipes import UNQUANTIZED, resolve
+
+    names: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if names and "=" in part and ":" not in part:
+            names[-1] += f",{part}"
+        else:
+            names.append(part)
+    try:
+        for name in names:
+            if name != UNQUANTIZED:
+                resolve(name)
+    except ValueError as error:
+        fail(f"--recipes: {error}")
+    if not names:
+        fail(f"--recipes: got {text!r}; accepted: at least one recipe")
+    return names

@@ -1,0 +1,60 @@
+"""What takes part in a measurement: a name, what its time covers, and a way to bind it to inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from lowbit_attn.cli.benchmarks.workloads import Inputs
+
+
+class Scope(StrEnum):
+    """What a time covers."""
+
+    CALL = "whole call"
+    KERNEL = "kernel only"
+    QUANTIZED = "including quantization"
+
+
+class UnavailableError(Exception):
+    """Why a contender does not run here, in words for the table."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A call ready to be timed, and how to read an output [B, H, S, D] or [T, H, D] from what it returns."""
+
+    run: Callable[[], Any]
+    output: Callable[[Any], Tensor]
+    note: str = ""
+    """What a reader must know to compare the row."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`bind` raises UnavailableError where it cannot run; `baseline`: other rows get a ratio to this one."""
+
+    name: str
+    scope: Scope
+    bind: Callable[[Inputs], Bound]
+    baseline: bool = False
+
+
+def importable(module: str, package: str) -> ModuleType:
+    """Import a module of an optional package, or say which package is missing."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise UnavailableError(f"{package} is not installed (no module {error.name})") from error
+    except Exception as error:  # a broken installation is reported like a missing one, with its reason
+        raise UnavailableError(f"{package} cannot be imported: {type(error).__name__}: "
+                               f"{str(error).partition(chr(10))[0]}") from error
+
+
+def first(result: Any) -> Tensor:
+    """The output among what a call returned."""
+    return result[0] if isinstance(result, tuple) else result

@@ -1,0 +1,74 @@
+"""This package's attention: the public call, quantization included, and where a kernel has one, the attention kernel alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowbit_attn
+from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, UnavailableError, first
+from lowbit_attn.cli.benchmarks.workloads import Inputs
+from lowbit_attn.recipes import UNQUANTIZED, resolve
+
+REFERENCE_SCORES = float(1 << 24)
+"""The reference is timed up to this many query-key pairs; beyond, its time says nothing and takes minutes."""
+
+
+def contenders(recipe: str, device: torch.device) -> list[Contender]:
+    """One recipe on the backend that `attention` picks for the device."""
+    backend = lowbit_attn.explain(recipe, device).backend
+    name = recipe if backend == "hopper" else f"{recipe} ({backend})"
+    whole = Contender(name, Scope.CALL if recipe == UNQUANTIZED else Scope.QUANTIZED,
+                      lambda inputs: _whole_call(inputs, recipe, backend))
+    if recipe == UNQUANTIZED:
+        return [whole]
+    return [Contender(name, Scope.KERNEL, lambda inputs: _kernel(inputs, recipe, backend)), whole]
+
+
+def _refuse(inputs: Inputs, recipe: str, backend: str) -> None:
+    if recipe == UNQUANTIZED:
+        return
+    if inputs.workload.causal and not resolve(recipe).causal:
+        raise UnavailableError(f"{recipe} is refused under a causal mask")
+    if backend == "reference" and inputs.workload.scores > REFERENCE_SCORES:
+        reasons = "; ".join(f"not {name!r}: {why}" for name, why in lowbit_attn.explain(recipe, inputs.query.device).passed_over)
+        raise UnavailableError(f"only the reference runs it here, which is not timed at this size ({reasons})")
+
+
+def _whole_call(inputs: Inputs, recipe: str, backend: str) -> Bound:
+    """`attention` or `varlen_attention` as a user calls it, in inference."""
+    _refuse(inputs, recipe, backend)
+    workload, chosen = inputs.workload, None if recipe == UNQUANTIZED else backend
+    grouped = workload.heads != workload.kv_heads
+
+    def dense() -> Any:
+        return lowbit_attn.attention(inputs.query, inputs.key, inputs.value, recipe=recipe, is_causal=workload.causal,
+                                     enable_gqa=grouped, backend=chosen)
+
+    def packed() -> Any:
+        assert inputs.cu is not None
+        return lowbit_attn.varlen_attention(inputs.query, inputs.key, inputs.value, inputs.cu, inputs.cu, inputs.longest,
+                                            inputs.longest, recipe=recipe, is_causal=workload.causal, enable_gqa=grouped,
+                                            backend=chosen)
+
+    return Bound(packed if workload.packed else dense, first)
+
+
+def _kernel(inputs: Inputs, recipe: str, backend: str) -> Bound:
+    """The attention kernel on operands that are quantized and tiled beforehand."""
+    if backend != "hopper":
+        raise UnavailableError(f"backend {backend!r} has no kernel to time apart from quantization")
+    from lowbit_attn.kernels.hopper import attention as kernel  # type: ignore[attr-defined]
+
+    _refuse(inputs, recipe, backend)
+    causal, parsed = inputs.workload.causal, resolve(recipe)
+    if inputs.cu is not None:
+        prepared = kernel.prepare(inputs.query, inputs.key, inputs.value, parsed, is_causal=causal, cu_seq=(inputs.cu, inputs.cu))
+        return Bound(lambda: kernel.run(prepared), first)
+    native = [x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value)]
+    prepared = kernel.prepare(*native, parsed, is_causal=causal)
+
+    def output(result: Any) -> Tensor:
+        return first(result).transpose(1, 2)
+
+    return Bound(lambda: kernel.run(prepared), output)
