@@ -52,6 +52,14 @@ FILE_MISTAKES = [
     ("expert: high_noise", "expert: high", 13, "'high'", "high_noise, low_noise"),
     ("recipe: fused_mxfp8", "recipe: mxfp9", 14, "'mxfp9'", "mxfp8"),
     ("recipe: fused_mxfp8", "recipe: [mxfp8", 15, "YAML", "expected"),
+    ("expert: high_noise", "kind: crossed", 13, "'crossed'", "self, cross, joint"),
+    ("expert: high_noise", "stream: duel", 13, "'duel'", "main, vace, dual, single"),
+    ("expert: high_noise", "modules: []", 13, "[]", "a module name or a list of them"),
+    ("expert: high_noise", "modules: 3", 13, "3", "a module name or a list of them"),
+    ("name: example", "name: example\nsampling: {flow_shift: -1}", 3, "-1", "a positive number"),
+    ("name: example", "name: example\nsampling: {step: 5}", 3, "'step'", "did you mean 'steps'"),
+    ("name: example", "name: example\nsampling: {frames: 0}", 3, "0", "a number of frames"),
+    ("name: example", "name: example\nsampling: 5", 3, "5", "a mapping with scheduler, flow_shift"),
 ]
 
 BIND_MISTAKES = [
@@ -62,6 +70,9 @@ BIND_MISTAKES = [
     ("blocks: {from: 10, to: 19}", "blocks: {last: 41}", 12, "41", "1 to 40"),
     ("expert: high_noise", "stream: single", 13, "'single'", "accepted: main"),
     ("[0]", "{first: 100%}", 8, "fused_mxfp6", "rules[2] (line 10)"),
+    ("expert: high_noise", "kind: joint", 13, "'joint'", "self, cross"),
+    ("expert: high_noise", "modules: blocks.99.*", 13, "'blocks.99.*'", "such as 'blocks."),
+    ("expert: high_noise", "modules: blocks.0.attn1", 11, "keys that no attention module fits", "keys that some do"),
     ("recipe: fused_mxfp8", "recipe: fused_mxfp8\n    - {recipe: mxfp8}", 8, "fused_mxfp6", "rules[4] (line 15)"),
 ]
 
@@ -144,6 +155,11 @@ def test_a_mapping_with_a_mistake_names_the_key():
 def test_an_expert_the_pipeline_does_not_have_is_refused():
     with pytest.raises(ScheduleError, match=r"<string>:13: .*got 'high_noise'; accepted here: leave it out"):
         load(GOOD).bind(steps=20, blocks=40, experts=("transformer",))
+
+
+def test_patterns_need_a_model_whose_modules_are_known():
+    with pytest.raises(ScheduleError, match=r"<string>:13: .*modules: got \['a'\] for a model whose module names are not known"):
+        load(GOOD.replace("model: wan", "model: auto").replace("expert: high_noise", "modules: a")).bind(steps=20, blocks=40)
 
 
 def test_check_finds_what_does_not_depend_on_the_number_of_steps():

@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lowbit_attn.schedules import PrecisionSchedule, load, render_schedule
+from lowbit_attn.schedules import PrecisionSchedule, load, published_blocks, render_schedule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def _schedule(*rules: dict[str, object], default: str = "fused_mxfp4", **attention: object) -> PrecisionSchedule:
-    return load({"version": 1, "name": "test", "attention": {"default": default, "rules": list(rules), **attention}})
+def _schedule(*rules: dict[str, object], default: str = "fused_mxfp4", model: str = "auto",
+              **attention: object) -> PrecisionSchedule:
+    section = {"default": default, "rules": list(rules), **attention}
+    return load({"version": 1, "name": "test", "model": model, "attention": section})
 
 
 def _steps(selector: object, count: int) -> list[int]:
@@ -87,15 +89,68 @@ def test_a_loaded_schedule_loads_as_itself():
     assert load(schedule) is schedule
 
 
-@pytest.mark.parametrize(("file", "steps", "blocks", "experts", "ends"), [
-    ("wan2.2-t2v-a14b-hybrid.yaml", 20, 40, ("high_noise", "low_noise"), 3),
-    ("hunyuan-video-hybrid.yaml", 50, {"dual": 20, "single": 40}, ("transformer",), 5),
-])
-def test_shipped_hybrids_run_mxfp6_at_the_ends_and_mxfp4_between(file, steps, blocks, experts, ends):
-    bound = load(CONFIGS / file).bind(steps, blocks, experts)
-    rows = ["fused_mxfp6"] * ends + ["fused_mxfp4"] * (steps - 2 * ends) + ["fused_mxfp6"] * ends
-    for expert in experts:
-        assert bound.grid(expert) == [[recipe] * bound.layout.blocks for recipe in rows]
+def test_a_kind_selects_modules_of_that_kind_only():
+    cross = {"kind": "cross", "steps": 0, "recipe": "mxfp8"}
+    bound = load({"version": 1, "name": "k", "model": "wan", "attention": {"default": "bf16", "rules": [cross]}}).bind(2, 2)
+    assert bound.grid(kind="cross") == [["mxfp8"] * 2, ["unchanged"] * 2]
+    assert bound.grid() == [["bf16"] * 2] * 2
+
+
+def test_rules_without_a_kind_leave_cross_attention_alone():
+    bound = _schedule({"recipe": "bf16"}, cross="mxfp8", model="wan").bind(1, 1)
+    assert (bound.recipe(0, 0, kind="self"), bound.recipe(0, 0, kind="cross")) == ("bf16", "mxfp8")
+
+
+@pytest.mark.parametrize(("patterns", "blocks"), [
+    ("blocks.1.attn1", [1]), ("blocks.?.attn1", [0, 1, 2]), (["blocks.0.*", "blocks.2.attn1"], [0, 2]), ("*attn1", [0, 1, 2])])
+def test_patterns_select_modules_by_name(patterns, blocks):
+    rules = [{"modules": patterns, "recipe": "bf16"}]
+    schedule = load({"version": 1, "name": "m", "model": "wan", "attention": {"default": "mxfp8", "rules": rules}})
+    assert [block for block, recipe in enumerate(schedule.bind(1, 3).grid()[0]) if recipe == "bf16"] == blocks
+
+
+def test_vace_blocks_are_a_stream_that_goes_on_from_the_main_one():
+    rule = {"stream": "vace", "recipe": "bf16"}
+    schedule = load({"version": 1, "name": "v", "model": "wan", "attention": {"default": "mxfp8", "rules": [rule]}})
+    assert schedule.bind(1, {"main": 2, "vace": 1}).grid() == [["mxfp8", "mxfp8", "bf16"]]
+
+
+def test_sampling_settings_are_read():
+    sampling = load(CONFIGS / "wan2.2-t2v-a14b-hybrid.yaml").sampling
+    assert sampling.model_dump() == {"scheduler": "UniPCMultistepScheduler", "flow_shift": 12.0, "steps": 20, "guidance_scale": 4.0,
+                                     "guidance_scale_2": 3.0, "frames": 81, "width": 1280, "height": 720}
+
+
+SHIPPED = {
+    # file: recipe and number of steps from the first on; the last entry's block 0 if it differs
+    "wan2.2-t2v-a14b-hybrid": [("fused_mxfp6", 3), ("fused_mxfp4", 14), ("fused_mxfp6", 3)],
+    "wan2.2-t2v-a14b-mxattention": [("mxattention", 38), ("bf16", 2)],
+    "wan2.2-t2v-a14b-hopper": [("bf16", 2), ("mxfp8_fast", 17), ("bf16", 1)],
+    "wan2.1-t2v-14b-hybrid": [("fused_mxfp6", 8), ("fused_mxfp4", 34), ("fused_mxfp6", 8)],
+    "wan2.1-t2v-1.3b-hybrid": [("fused_mxfp6", 8), ("fused_mxfp4", 34), ("fused_mxfp6", 8)],
+    "wan2.2-ti2v-5b-hybrid": [("fused_mxfp6", 8), ("fused_mxfp4", 34), ("fused_mxfp6", 8)],
+    "hunyuan-video-hybrid": [("fused_mxfp6", 5), ("fused_mxfp4", 40), ("fused_mxfp6", 5)],
+    "hunyuan-video-mxattention": [("mxattention", 50)],
+    "hunyuan-video-hopper": [("bf16", 5), ("mxfp8_fast", 43), ("bf16", 2)],
+    "hunyuan-video-1.5-hybrid": [("fused_mxfp6", 5), ("fused_mxfp4", 40), ("fused_mxfp6", 5)],
+    "minimax-h3-hybrid": [("fused_mxfp6", 15), ("fused_mxfp4", 20), ("fused_mxfp6", 15)],
+}
+BF16_IN_BLOCK_0 = {"wan2.2-t2v-a14b-mxattention", "wan2.2-t2v-a14b-hopper", "hunyuan-video-hopper"}
+
+
+def test_every_shipped_schedule_is_in_the_table_below():
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_schedule_is_its_sources(name):
+    schedule = load(CONFIGS / f"{name}.yaml")
+    blocks = published_blocks(schedule.model)
+    grid = schedule.bind(schedule.sampling.steps, blocks).grid()
+    rows = [recipe for recipe, steps in SHIPPED[name] for _ in range(steps)]
+    first = ["bf16" if name in BF16_IN_BLOCK_0 else recipe for recipe in rows]
+    assert grid == [[block_0] + [recipe] * (sum(blocks.values()) - 1) for block_0, recipe in zip(first, rows, strict=True)]
+    assert schedule.name == name
 
 
 def _drawn(bound: object) -> str:

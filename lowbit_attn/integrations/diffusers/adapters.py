@@ -136,7 +136,8 @@ def _family_of(model: nn.Module) -> str | None:
 
 def _attention_modules(model: nn.Module, family: str | None) -> list[str]:
     """One line for each group of modules whose names differ in numbers only."""
-    places = {stream.blocks: set(stream.attention) for stream in FAMILIES[family]} if family else {}
+    kinds = {(stream.blocks, name): kind for stream in (FAMILIES[family] if family else ())
+             for name, kind in stream.attention.items()}
     groups: Counter[tuple[str, str, str]] = Counter()
     for name, module in model.named_modules():
         processor = getattr(module, "processor", None)
@@ -144,6 +145,7 @@ def _attention_modules(model: nn.Module, family: str | None) -> list[str]:
             continue
         processor = processor.stock if isinstance(processor, LowBitProcessor) else processor
         parts = name.split(".")
-        ours = parts[0] in places and parts[-1] in places[parts[0]] and counterpart(processor) is not None
-        groups[re.sub(r"\d+", "*", name), type(processor).__name__, "would run the schedule" if ours else "left alone"] += 1
+        kind = kinds.get((parts[0], parts[-1])) if counterpart(processor) is not None else None
+        fate = {None: "left alone", "cross": "left alone, unless the schedule says otherwise"}.get(kind, "would run the schedule")
+        groups[re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), type(processor).__name__, fate] += 1
     return [f"{count} × {name} ({processor}): {fate}" for (name, processor, fate), count in groups.items()]

@@ -131,9 +131,7 @@ class Clock:
             return
         before = self.step
         self._calls += 1
-        if self.step == before:
-            return
-        if self.running:
-            self._listener.step_started(self.step)
-        else:
+        if not self.running:
             self._listener.run_ended()
+        elif self.step != before:
+            self._listener.step_started(self.step)

@@ -76,7 +76,7 @@ def _image_encoder() -> dict[str, Any]:
             "image_processor": CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})}
 
 
-def _picture(seed: int = 4) -> Image.Image:
+def picture(seed: int = 4) -> Image.Image:
     return Image.fromarray((torch.rand(32, 32, 3, generator=torch.Generator().manual_seed(seed)) * 255).byte().numpy())
 
 
@@ -94,7 +94,7 @@ def _wan_i2v_text() -> dict[str, torch.Tensor]:
 
 
 def run_wan_i2v(pipe: Any, steps: int = 2, **changes: Any) -> Latents:
-    return run_wan(pipe, steps, image=_picture(), **_wan_i2v_text(), **changes)
+    return run_wan(pipe, steps, image=picture(), **_wan_i2v_text(), **changes)
 
 
 def wan_animate() -> Any:
@@ -108,7 +108,7 @@ def wan_animate() -> Any:
 
 
 def run_wan_animate(pipe: Any, steps: int = 2, **changes: Any) -> Latents:
-    inputs = {"image": _picture(), "pose_video": [_picture(i) for i in range(5)], "face_video": [_picture(i) for i in range(5)],
+    inputs = {"image": picture(), "pose_video": [picture(i) for i in range(5)], "face_video": [picture(i) for i in range(5)],
               "height": 32, "width": 32, "segment_frame_length": 5, "num_inference_steps": steps, "guidance_scale": 4.0,
               "generator": _generator(), "output_type": "latent", **_wan_i2v_text()}
     latents: Latents = pipe(**{**inputs, **changes}).frames
@@ -177,7 +177,7 @@ def hunyuan_i2v() -> Any:
 
 
 def run_hunyuan_i2v(pipe: Any, steps: int = 2, **changes: Any) -> Latents:
-    return run_hunyuan(pipe, steps, image=_picture(), **changes)
+    return run_hunyuan(pipe, steps, image=picture(), **changes)
 
 
 def hunyuan15() -> Any:

@@ -6,6 +6,17 @@ import inspect
 import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
+from family_pipelines import (
+    minimax_h3,
+    picture,
+    run_minimax_h3,
+    run_wan_animate,
+    run_wan_modular,
+    run_wan_v2v,
+    wan_animate,
+    wan_modular,
+    wan_v2v,
+)
 from tiny_pipelines import WAN_BLOCKS, hunyuan, run_hunyuan, run_wan, wan, wan_scheduler, wan_transformer
 
 from lowbit_attn.integrations.diffusers import patch, report, unpatch
@@ -187,3 +198,97 @@ def test_a_model_replaced_after_patching_is_refused_before_any_denoising():
     pipe.transformer_2 = wan_transformer(5)
     with pytest.raises(RuntimeError, match="low_noise: the model was replaced after patch"):
         run_wan(pipe)
+
+
+@pytest.mark.parametrize(("strength", "steps"), [(1.0, 6), (0.5, 3), (0.34, 2)])
+def test_strength_below_one_counts_the_steps_that_run(strength, steps):
+    pipe = patch(wan_v2v(), ENDS)
+    run_wan_v2v(pipe, steps=6, strength=strength)
+    assert _steps_ran(pipe) == _expected(steps)
+    assert not _low_bit(pipe)
+
+
+def test_strength_with_a_second_order_scheduler_counts_steps_and_not_calls():
+    pipe = wan_v2v()
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    patch(pipe, ENDS)
+    run_wan_v2v(pipe, steps=6, strength=0.5)
+    assert _steps_ran(pipe) == _expected(3)
+    assert not _low_bit(pipe)
+
+
+def _low_bit(pipe) -> bool:
+    """Whether a call of the model now, outside a run, would be in low bits."""
+    return any(block.attn1.processor.recipe != "bf16" for block in pipe.transformer.blocks)
+
+
+def test_the_run_of_a_heun_scheduler_ends():
+    pipe = wan()
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    run_wan(patch(pipe, ENDS), steps=3)
+    assert not _low_bit(pipe)
+
+
+def test_each_segment_of_wan_animate_is_a_run_and_the_call_ends_the_last_one():
+    pipe = patch(wan_animate(), ENDS)
+    for segment in (9, 5):  # 9 frames: one segment, and two of 5 that share a frame
+        run_wan_animate(pipe, steps=3, segment_frame_length=segment, pose_video=[picture(i) for i in range(9)],
+                        face_video=[picture(i) for i in range(9)])
+        assert _steps_ran(pipe) == _expected(3)
+        assert not _low_bit(pipe)
+
+
+def test_an_interrupted_call_ends_its_run():
+    pipe = patch(wan(experts=1), ENDS)
+
+    def interrupt(pipe, step, timestep, kwargs):
+        pipe._interrupt = step == 0
+        return kwargs
+
+    run_wan(pipe, steps=4, callback_on_step_end=interrupt)
+    assert _steps_ran(pipe) == ["fused_mxfp6", "–", "–", "–"]
+    assert not _low_bit(pipe)
+
+
+def test_a_scheduler_replaced_in_a_modular_pipeline_is_followed():
+    pipe = patch(wan_modular(), ENDS)
+    run_wan_modular(pipe, steps=3)
+    pipe.update_components(scheduler=wan_scheduler(flow_shift=12.0))
+    run_wan_modular(pipe, steps=4)
+    assert _steps_ran(pipe) == _expected(4)
+
+
+def test_a_scheduler_replaced_in_a_pipeline_without_cache_context_is_followed():
+    pipe = patch(wan_v2v(), ENDS)
+    run_wan_v2v(pipe, steps=3)
+    pipe.scheduler = wan_scheduler(flow_shift=12.0)
+    run_wan_v2v(pipe, steps=4)
+    assert _steps_ran(pipe) == _expected(4)
+
+
+def test_minimax_h3_follows_the_video_scheduler():
+    pipe = patch(minimax_h3(), ENDS)
+    ticks = []
+    audio_step = pipe.audio_scheduler.step
+
+    def counted(*args, **kwargs):
+        ticks.append(pipe.transformer.transformer_blocks[0].attn.processor.recipe)
+        return audio_step(*args, **kwargs)
+
+    pipe.audio_scheduler.step = counted
+    run_minimax_h3(pipe, steps=3)
+    assert _steps_ran(pipe) == _expected(3)
+    assert ticks == ["fused_mxfp4", "mxfp8", "bf16"]  # of the next step: only the video scheduler moved the clock
+
+
+def test_a_run_inside_a_run_of_another_pipeline_disturbs_neither():
+    outer, inner = patch(wan(experts=1), ENDS), patch(wan(experts=1), "mxfp8")
+
+    def also(pipe, step, timestep, kwargs):
+        if step == 1:
+            run_wan(inner, steps=5)
+        return kwargs
+
+    run_wan(outer, steps=3, callback_on_step_end=also)
+    assert _steps_ran(outer) == _expected(3)
+    assert _steps_ran(inner) == ["mxfp8"] * 5

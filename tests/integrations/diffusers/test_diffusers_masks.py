@@ -4,10 +4,12 @@ import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from tiny_pipelines import hunyuan, hunyuan_text, run_hunyuan
 
 from lowbit_attn.integrations.diffusers import patch, report
-from lowbit_attn.integrations.diffusers.processors import HunyuanVideoProcessor
+from lowbit_attn.integrations.diffusers.processors import HunyuanVideo15Processor, HunyuanVideoProcessor, WanProcessor
 from lowbit_attn.integrations.diffusers.processors.base import key_lengths, mask_problem
 
 VIDEO, TEXT, DIM = 12, 6, 32
@@ -122,3 +124,90 @@ def test_by_default_a_pipeline_with_other_masks_raises():
     _additive_masks(pipe)
     with pytest.raises(ValueError, match=r"transformer transformer_blocks.0.attn: attention_mask: got dtype torch.float32"):
         run_hunyuan(patch(pipe, "mxfp8"))
+
+
+def test_a_mask_under_context_parallelism_is_refused_or_runs_stock():
+    attn, (video, text), mask = _attention(), _inputs(), _padding(VIDEO + 3)
+    refusing, falling_back = _processor("mxfp8"), _processor("mxfp8", on_unsupported="unchanged")
+    for processor in (refusing, falling_back):
+        processor.stock._parallel_config = object()
+    with pytest.raises(ValueError, match="got key padding under context parallelism; accepted: none"):
+        refusing(attn, video, text, mask)
+    falling_back.stock._parallel_config = None  # what diffusers would do with it is not at issue
+    processor = falling_back
+    processor(attn, video, text, mask)
+    assert processor.ran == "mxfp8"
+
+
+def test_masks_that_a_model_builds_are_not_looked_up_on_a_device():
+    """A meta tensor has no values: whatever waits for them raises."""
+    attn, processor = _attention().to("meta"), _processor("mxfp8")
+    video, text = (x.to("meta") for x in _inputs())
+    out, text_out = processor(attn, video, text, _padding(VIDEO + 3).to("meta"))
+    assert (out.shape, text_out.shape) == (video.shape, text.shape)
+
+
+def test_a_mask_of_the_callers_own_is_looked_up_on_a_device():
+    with pytest.raises(Exception, match="meta"):
+        mask_problem(_padding(VIDEO + 3).to("meta"), 1, VIDEO + TEXT, trusted=False)
+
+
+def test_compiled_code_turns_padding_into_lengths_without_reading_a_value_back():
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    attn, processor, (video, text) = _attention(), _processor("mxfp8"), _inputs()
+    attn.set_processor(processor)
+    compiled = torch.compile(attn, backend=keep, fullgraph=True)
+    mask = _padding(VIDEO + 3)
+    torch.testing.assert_close(compiled(video, text, mask)[0], processor(attn, video, text, mask)[0])
+    called = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert any("attention_forward" in name for name in called)
+    assert not [name for name in called if any(part in name for part in (".item", "local_scalar", "nonzero", "tolist"))]
+
+
+def test_compiled_code_refuses_a_mask_whose_values_it_cannot_know():
+    torch.compiler.reset()
+    processor = WanProcessor(WanAttnProcessor(), "block 0")
+    compiled = torch.compile(lambda x, mask: processor.mask_problem(mask, 1, 4), backend="eager", fullgraph=True)
+    assert compiled(torch.zeros(1), torch.ones(1, 1, 1, 4, dtype=torch.bool)) == "values that compiled code cannot check"
+    assert processor.mask_problem(torch.ones(1, 1, 1, 4, dtype=torch.bool), 1, 4) is None
+
+
+def test_a_fallback_warns_once_and_counts_every_call():
+    pipe = hunyuan()
+    _additive_masks(pipe)
+    patch(pipe, {"version": 1, "name": "u", "attention": {"default": "mxfp8", "on_unsupported": "unchanged"}})
+    with pytest.warns(UserWarning, match="is not key padding; such calls run unchanged") as caught:
+        run_hunyuan(pipe, steps=3)
+    assert len([w for w in caught if "key padding" in str(w.message)]) == 1
+    ran = report(pipe)
+    assert sum(ran.fallbacks.values()) == 3 * 4
+    assert ran.counts() == {"bf16": 12}
+
+
+@pytest.mark.parametrize("valid", [1, 3, 6])
+def test_hunyuan_video_15_padding_equals_the_trimmed_text(valid):
+    attn = _attention()
+    processor = HunyuanVideo15Processor(HunyuanVideo15AttnProcessor2_0(), "block 0")
+    processor.recipe = "mxfp8"
+    video, text = _inputs()
+    garbage = text.clone()
+    garbage[:, valid:] = 1e4
+    mask = (torch.arange(TEXT) < valid)[None]
+    masked = processor(attn, video, garbage, mask)
+    trimmed = processor(attn, video, text[:, :valid], mask[:, :valid])
+    torch.testing.assert_close(masked[0], trimmed[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(masked[1][:, :valid], trimmed[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, TEXT, TEXT), torch.tensor([[1, 0, 1, 0, 0, 0]]), torch.ones(1, 99)])
+def test_hunyuan_video_15_refuses_other_masks(mask):
+    processor = HunyuanVideo15Processor(HunyuanVideo15AttnProcessor2_0(), "block 0")
+    processor.recipe = "mxfp8"
+    with pytest.raises(ValueError, match=r"accepted: none, or key padding of the text"):
+        processor(_attention(), *_inputs(), mask)

@@ -1,11 +1,14 @@
 """`patch` changes only what it says, all or nothing, and `unpatch` puts everything back."""
 
 import copy
+import re
 
 import pytest
 import torch
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
+from diffusers.models import attention_dispatch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from family_pipelines import cogvideox, hunyuan_i2v, run_cogvideox, run_hunyuan_i2v
 from tiny_pipelines import hunyuan, run_wan, wan, wan_scheduler, wan_transformer
 
 from lowbit_attn.integrations.diffusers import patch, report, unpatch
@@ -200,3 +203,93 @@ def test_calls_on_an_unpatched_pipeline_are_refused(call):
 def test_copying_a_patched_pipeline_is_refused():
     with pytest.raises(TypeError, match="unpatch it first"):
         copy.deepcopy(patch(wan(), "fused_mxfp4"))
+
+
+class _Mine(DiffusionPipeline):
+    """A pipeline that nobody knows, around models that are known and one that is not."""
+
+    def __init__(self, transformer, scheduler, unet):
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler, unet=unet)
+
+
+def _mine():
+    unet = UNet2DModel(sample_size=8, block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1, attention_head_dim=4,
+                       down_block_types=("AttnDownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2)
+    return _Mine(wan_transformer(0), wan_scheduler(), unet)
+
+
+def test_an_unknown_pipeline_lists_its_attention_and_refuses_to_guess():
+    pipe = _mine()
+    with pytest.raises(TypeError) as caught:
+        patch(pipe, "fused_mxfp4", model="auto")
+    message = str(caught.value)
+    assert "got _Mine, whose attention lowbit_attn does not guess at" in message
+    assert "transformer (WanTransformer3DModel): model='wan' would fit" in message
+    assert "3 × blocks.*.attn1 (WanAttnProcessor): would run the schedule" in message
+    assert "3 × blocks.*.attn2 (WanAttnProcessor): left alone, unless the schedule says otherwise" in message
+    assert "unet (UNet2DModel): of no family that is known" in message
+    assert re.search(r"\d+ × down_blocks.*attentions.* \(AttnProcessor2_0\): left alone", message)
+    assert not [name for name in vars(pipe) if "lowbit" in name]
+
+
+def test_an_unknown_pipeline_runs_as_the_family_that_is_named():
+    pipe = patch(_mine(), "fused_mxfp4", model="wan")
+    assert all(type(block.attn1.processor) is WanProcessor for block in pipe.transformer.blocks)
+    assert type(unpatch(pipe).transformer.blocks[0].attn1.processor) is WanAttnProcessor
+
+
+@pytest.mark.parametrize(("model", "error", "message"), [
+    ("hunyuan_video", TypeError, "got a WanTransformer3DModel; accepted for 'hunyuan_video': HunyuanVideoTransformer3DModel"),
+    ("wam", ValueError, "model: got 'wam'; accepted: None, 'auto', wan, hunyuan_video"),
+])
+def test_a_family_that_does_not_fit_is_refused(model, error, message):
+    with pytest.raises(error, match=message):
+        patch(_mine(), "fused_mxfp4", model=model)
+
+
+def test_a_subclass_of_a_known_pipeline_is_known():
+    pipe = wan(experts=1)
+    pipe.__class__ = type("Mine", (type(pipe),), {})
+    assert report(patch(pipe, "fused_mxfp4")).calls == {}
+
+
+def test_fusing_and_unfusing_cogvideox_after_patching_keeps_the_schedule():
+    pipe = cogvideox()
+    stock = pipe.transformer.transformer_blocks[0].attn1.processor
+    patch(pipe, "mxfp8")
+    for change, recipe in ((pipe.transformer.fuse_qkv_projections, "mxfp8"), (pipe.transformer.unfuse_qkv_projections, "mxfp8")):
+        change()
+        run_cogvideox(pipe)
+        assert report(pipe).counts().keys() == {recipe}
+    assert unpatch(pipe).transformer.transformer_blocks[0].attn1.processor is stock
+
+
+def test_a_processor_replaced_after_patching_is_refused_before_any_denoising():
+    pipe = patch(wan(experts=1), "mxfp8")
+    pipe.transformer.blocks[1].attn1.set_processor(type("Other", (WanAttnProcessor,), {})())
+    with pytest.raises(RuntimeError, match=r"transformer blocks.1.attn1: the processor was replaced after patch\(\) by a Other"):
+        run_wan(pipe)
+
+
+def test_nothing_global_changes(monkeypatch):
+    """Nor the autoencoder, which has attention of its own."""
+    before = {name: id(value) for name, value in vars(attention_dispatch).items()}
+    registry, sdpa = attention_dispatch._AttentionBackendRegistry, torch.nn.functional.scaled_dot_product_attention
+    active = registry.get_active_backend()
+    pipe = hunyuan_i2v()
+    autoencoder = {name: module.processor for name, module in pipe.vae.named_modules() if hasattr(module, "processor")}
+    patch(pipe, "fused_mxfp4")
+    run_hunyuan_i2v(pipe)
+    assert {name: id(value) for name, value in vars(attention_dispatch).items()} == before
+    assert torch.nn.functional.scaled_dot_product_attention is sdpa
+    assert registry.get_active_backend() == active
+    assert autoencoder
+    assert all(module.processor is autoencoder[name] for name, module in pipe.vae.named_modules() if name in autoencoder)
+
+
+def test_rules_for_cross_attention_or_modules_give_it_a_processor():
+    rules = [{"modules": "blocks.0.attn2", "recipe": "mxfp8"}]
+    pipe = patch(wan(experts=1), {"version": 1, "name": "m", "attention": {"default": "bf16", "rules": rules}})
+    run_wan(pipe, steps=2)
+    assert report(pipe).counts("cross") == {"bf16": 2 * 2 * 2, "mxfp8": 2 * 2}

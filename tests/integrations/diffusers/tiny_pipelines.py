@@ -85,7 +85,7 @@ def run_hunyuan(pipe: HunyuanVideoPipeline, steps: int = 4, valid: int = 10, **c
 
 
 def torch_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, recipe: str,
-                    key_lengths: torch.Tensor | None) -> torch.Tensor:
+                    key_lengths: torch.Tensor | None, enable_gqa: bool = False) -> torch.Tensor:
     """Exact attention in the place of ours, the way the stock processors call it."""
     mask = None
     if key_lengths is not None:

@@ -107,7 +107,7 @@ class LowBitProcessor:
         if mask is not None:
             lengths = key_lengths(mask, query.shape[0])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out = attention(query, key, value, recipe=self.recipe, key_lengths=lengths)
+        out = attention(query, key, value, recipe=self.recipe, key_lengths=lengths, enable_gqa=query.shape[1] != key.shape[1])
         return cast(torch.Tensor, out).transpose(1, 2)
 
 

@@ -1,0 +1,45 @@
+"""One rank of a context-parallel run: `python parallel_worker.py RANK FOLDER SCHEME RECIPE PIPELINE`; leaves its latents there.
+
+Two GPUs are used where there are two.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from family_pipelines import FAMILIES
+from tiny_pipelines import run_wan, wan
+
+from lowbit_attn.integrations.diffusers import patch, report
+
+RANKS = 2
+
+
+def build(name):
+    return (wan(experts=1), run_wan) if name == "wan" else (FAMILIES[name].make(), FAMILIES[name].run)
+
+
+def main(rank: int, folder: Path, scheme: str, recipe: str, name: str) -> None:
+    torch.set_num_threads(1)
+    on_gpus = torch.cuda.device_count() >= RANKS
+    if on_gpus:
+        torch.cuda.set_device(rank)
+    else:
+        torch.accelerator.device_count = lambda: 1  # diffusers divides by it
+    dist.init_process_group("nccl" if on_gpus else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank,
+                            world_size=RANKS)
+    pipe, run = build(name)
+    if on_gpus:
+        pipe.to(f"cuda:{rank}")
+    config = {"ulysses": {"ulysses_degree": RANKS}, "ring": {"ring_degree": RANKS},
+              "ulysses of any length": {"ulysses_degree": RANKS, "ulysses_anything": True}}[scheme]
+    pipe.transformer.enable_parallelism(config=ContextParallelConfig(**config))
+    latents = run(patch(pipe, recipe), steps=2)
+    torch.save({"latents": latents.cpu(), "ran": report(pipe).counts()}, folder / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
