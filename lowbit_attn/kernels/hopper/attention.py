@@ -1,0 +1,139 @@
+"""Host side of the Hopper forward: `prepare` tiles and quantizes, `run` attends. One path for dense and packed inputs.
+
+Dense inputs are [B, S, H, D], packed ones [T, H, D], any strides. Nothing here waits for the device.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lowbit_attn.kernels.hopper import forward
+from lowbit_attn.kernels.hopper.quantize import Quantized, quantize_qkv
+from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, tile_records
+from lowbit_attn.kernels.hopper.tiling import TILE, Tiling, dense_tiling, packed_tiling
+from lowbit_attn.recipes import Recipe
+
+HEAD_DIMS = (64, 128, 256)
+"""What the kernels are compiled for; other head_dims are padded with zero channels."""
+
+L2_BUDGET = 32 << 20
+"""Bytes of K and V codes that the work order keeps in flight, well under the 50 MiB of L2."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices per head_dim: ring stages, tiles per promotion, consumer warpgroups, registers of each."""
+
+    stages: int
+    promote: int
+    warpgroups: int
+    registers: int
+
+
+CONFIGS = {64: Config(3, 8, 2, 240), 128: Config(2, 8, 2, 240), 256: Config(2, 8, 1, 240)}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Quantized operands and tables of one call. `head_dim` is the caller's, before padding; `head_stride` and
+    `document_extra` locate row r of head h in the per-token side tensors: h * head_stride + document * document_extra + r."""
+
+    tiling: Tiling
+    quantized: Quantized
+    records: Tensor
+    recipe: Recipe
+    query: Tensor
+    head_dim: int
+    heads: int
+    kv_heads: int
+    keys: int
+    head_stride: int
+    document_extra: int
+    factor: float
+    lse_shape: tuple[int, ...]
+
+
+def kernel_head_dim(head_dim: int) -> int:
+    """The compiled head_dim that serves `head_dim`."""
+    return next(d for d in HEAD_DIMS if d >= head_dim)
+
+
+@lru_cache(maxsize=16)
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale: float | None = None, is_causal: bool = False,
+            bottom_right: bool = False, key_lengths: Tensor | None = None, cu_seq: tuple[Tensor, Tensor] | None = None,
+            save: bool = False) -> Prepared:
+    """Tile and quantize one call; with `cu_seq` (query's and key's boundaries) the inputs are packed."""
+    recipe = recipe.effective()
+    head_dim = query.shape[-1]
+    rows = CONFIGS[kernel_head_dim(head_dim)].warpgroups * 64
+    packed = cu_seq is not None
+    keys = key.shape[-3]
+    if packed:
+        tiling = packed_tiling(query, keys, *cu_seq, align="bottom_right" if is_causal else "none", block_rows=rows)
+        tokens, batch = query.shape[0], 1
+        lse_shape: tuple[int, ...] = (query.shape[1], tokens)
+    else:
+        align = ("bottom_right" if bottom_right else "top_left") if is_causal else "none"
+        tiling = dense_tiling(query, keys, align=align, key_lengths=key_lengths, block_rows=rows)
+        batch, tokens = query.shape[:2]
+        lse_shape = (batch, query.shape[2], tokens)
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    quantized = quantize_qkv(query, key, value, tiling, recipe, save=save, packed=packed)
+    records = tile_records(tiling, quantized.k_group, quantized.v_group, recipe.p_log2_scale)
+    scale = head_dim**-0.5 if scale is None else scale
+    return Prepared(tiling, quantized, records, recipe, query, head_dim, heads, kv_heads, keys, head_stride=tokens,
+                    document_extra=0 if packed else (heads - 1) * tokens, factor=scale * math.log2(math.e), lse_shape=lse_shape)
+
+
+def _head_group(heads: int, kv_heads: int, bytes_per_kv_head: int) -> int:
+    """Query heads that run side by side: whole groups of a key/value head, as many as L2 holds, dividing the heads."""
+    fitting = max(1, min(kv_heads, L2_BUDGET // max(1, bytes_per_kv_head)))
+    while kv_heads % fitting:
+        fitting -= 1
+    return heads // kv_heads * fitting
+
+
+def _descriptor(codes: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=2)
+    return TensorDescriptor.from_tensor(codes.view(torch.float8_e4m3fn), [rows, columns], layout)
+
+
+def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
+    """Output (query's shape and dtype, contiguous) and natural-log lse, float32 [B, Hq, Sq] or [Hq, T]."""
+    query, quantized, recipe = prepared.query, prepared.quantized, prepared.recipe
+    lse = query.new_empty(prepared.lse_shape, dtype=torch.float32)
+    if query.numel() == 0 or prepared.keys == 0 or prepared.kv_heads == 0:
+        return query.new_zeros(query.shape), lse.fill_(-math.inf)
+    dim = kernel_head_dim(prepared.head_dim)
+    config = CONFIGS[dim]
+    output = query.new_empty((*query.shape[:-1], dim))
+    q_codes = quantized.q_codes.view(-1, prepared.heads * dim)
+    k_codes = quantized.k_codes.view(-1, prepared.kv_heads * dim)
+    factor = prepared.factor
+    if factor < 0:  # the maximum is taken before the scores are multiplied by the scale
+        q_codes, factor = q_codes ^ 0x80, -factor
+    v_codes = quantized.v_t.view(prepared.kv_heads * dim, -1)
+    tiling = prepared.tiling
+    group = _head_group(prepared.heads, prepared.kv_heads, 2 * k_codes.shape[0] * dim)
+    programs = min(_processors(query.device), tiling.work.shape[0] * prepared.heads)
+    with torch.cuda.device(query.device):
+        forward.attention[(programs,)](
+            _descriptor(q_codes, 64, dim), _descriptor(k_codes, TILE, dim), _descriptor(v_codes, dim, TILE), output, lse,
+            quantized.q_scales, prepared.records, quantized.v_group, tiling.work, tiling.count, prepared.heads,
+            prepared.heads // prepared.kv_heads, prepared.head_stride, prepared.document_extra, tiling.k_tiles.shape[0], factor,
+            group, P_LOG2=recipe.p_log2_scale, THRESHOLD=recipe.max_threshold, LOWEST=LOWEST_FOLD, D=dim, STAGES=config.stages,
+            PROMOTE=config.promote, WARPGROUPS=config.warpgroups, REGISTERS=config.registers, num_warps=4)
+    return output if dim == prepared.head_dim else output[..., :prepared.head_dim].contiguous(), lse
+
+
+__all__ = ["CONFIGS", "HEAD_DIMS", "Config", "Prepared", "pad", "prepare", "run"]

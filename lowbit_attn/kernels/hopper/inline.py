@@ -1,0 +1,167 @@
+"""Inline PTX of the forward, one small function per trick; tests/gpu/test_hopper_inline.py holds each to its plain meaning.
+
+Why assembly at all: FP8 conversion of four values into one register, and branches around rarely needed work that ptxas would
+otherwise predicate or serialise against wgmma.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def pack_e4m3(a, b, c, d):
+    """Four float32 tensors -> one int32 tensor of their E4M3 codes, a lowest: round to nearest even, saturating, NaN kept."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
+        "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unpack_e4m3(words):
+    """Words, each repeated for its four codes along the last axis, -> those E4M3 values: no instruction at all."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [words], dtype=gl.float8e4nv, is_pure=True, pack=4)
+
+
+@gluon.jit
+def keep_visible(x, distance):
+    """x where distance >= 0, else -inf; as one predicated select per value, which leaves wgmma's registers alone."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ge.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p; }",
+        "=f,f,r", [x, distance], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def uniform(x):
+    """x, told to ptxas as equal in all lanes of the warp: loop bounds and wgmma descriptors then use uniform registers."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [x], dtype=gl.int32,
+                                     is_pure=True, pack=1)
+
+
+def _scale_asm(count: int) -> str:
+    """Multiply `count` registers by their factors, unless every factor of the warp is 1 (or NaN)."""
+    # A thread holds two rows: the factors of registers 0 and 2 are theirs.
+    head = (f"{{ .reg .pred p; .reg .f32 a; min.f32 a, ${2 * count}, ${2 * count + 2}; setp.lt.f32 p, a, 0f3F800000; "
+            "vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; ")
+    return head + "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i}; " for i in range(count)) + "DONE: }"
+
+
+def _scale_constraints(count: int) -> str:
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+SCALE_32: gl.constexpr = gl.constexpr(_scale_asm(32))
+SCALE_32_CONSTRAINTS: gl.constexpr = gl.constexpr(_scale_constraints(32))
+SCALE_64: gl.constexpr = gl.constexpr(_scale_asm(64))
+SCALE_64_CONSTRAINTS: gl.constexpr = gl.constexpr(_scale_constraints(64))
+
+
+@gluon.jit
+def scale_rows_if_needed(x, factor, COUNT: gl.constexpr):
+    """x * factor for COUNT values a thread, rows alternating in pairs; skipped by the whole warp while all factors are 1."""
+    if COUNT == 32:
+        return gl.inline_asm_elementwise(SCALE_32, SCALE_32_CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=True, pack=32)
+    return gl.inline_asm_elementwise(SCALE_64, SCALE_64_CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=True, pack=64)
+
+
+# From here on, "words" are int32 that hold two float16: the lower half is the earlier key. Tensors of float16 carried around a
+# loop would be taken apart and put together again at every turn.
+
+
+@gluon.jit
+def words_of(x):
+    """float16 [rows, keys] -> words [rows, keys / 2]."""
+    # The second output of each pair is not written: it costs no instruction.
+    every = gl.inline_asm_elementwise("mov.b32 $0, $2;", "=r,=r,r", [x], dtype=gl.int32, is_pure=True, pack=2)
+    first, _ = gl.split(every.reshape([every.shape[0], every.shape[1] // 2, 2]))
+    return first
+
+
+@gluon.jit
+def twice(x):
+    """float32 -> a word with its float16, nearest even, in both halves."""
+    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [x], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def multiply(a, b):
+    """Halves multiplied."""
+    return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def add(a, b):
+    """Halves added."""
+    return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def largest_of_four(a, b, c, d):
+    """Maxima of halves, NaN ignored: one instruction of three inputs and one of two."""
+    return gl.inline_asm_elementwise("{ .reg .b32 t; max.f16x2 t, $1, $2; max.f16x2 t, t, $3; max.f16x2 $0, t, $4; }",
+                                     "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def largest_of_four_or_nan(a, b, c, d):
+    """The same with NaN kept."""
+    return gl.inline_asm_elementwise("{ .reg .b32 t; max.NaN.f16x2 t, $1, $2; max.NaN.f16x2 t, t, $3; max.NaN.f16x2 $0, t, $4; }",
+                                     "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def row_maxima(upper, lower):
+    """Largest half of each of a thread's two rows over the four lanes that share them, NaN kept; both rows travel in one word:
+    the upper row's in the lower half."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x5410; prmt.b32 b, $1, $2, 0x7632; max.NaN.f16x2 a, a, b; "
+        "shfl.sync.bfly.b32 b, a, 1, 0x1f, 0xffffffff; max.NaN.f16x2 a, a, b; "
+        "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.NaN.f16x2 $0, a, b; }",
+        "=r,r,r", [upper, lower], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def lower_half(word):
+    """The lower half as float32."""
+    return gl.inline_asm_elementwise("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, a; }", "=f,r", [word],
+                                     dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def upper_half(word):
+    """The upper half as float32."""
+    return gl.inline_asm_elementwise("{ .reg .b16 a, b; mov.b32 {a, b}, $1; cvt.f32.f16 $0, b; }", "=f,r", [word],
+                                     dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def direct_codes(s, a, b):
+    """E4M3 codes from scores: halves 1024 + round(126 clamp(s a + b, 0, 1)), whose low byte is the code. The clamp is part of
+    the first instruction, the rounding of the second; a NaN becomes code 0 (row maxima carry it instead)."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t, scale, magic; mov.b32 scale, 0x57E057E0; mov.b32 magic, 0x64006400; fma.rn.sat.f16x2 t, $1, $2, $3; "
+        "fma.rn.f16x2 $0, t, scale, magic; }", "=r,r,r,r", [s, a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def low_bytes(first, second):
+    """The low bytes of four halves: four codes in a word."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def code_values(word):
+    """Sum of the values of the two E4M3 codes in the low bytes of the halves, float32. A code shifted left by 7 is a float16 of
+    2^-8 of its value, subnormals included."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b16 a, b; .reg .f32 x, y; and.b32 t, $1, 0x00FF00FF; shl.b32 t, t, 7; mov.b32 {a, b}, t; "
+        "cvt.f32.f16 x, a; cvt.f32.f16 y, b; add.f32 x, x, y; mul.f32 $0, x, 0f43800000; }", "=f,r", [word], dtype=gl.float32,
+        is_pure=True, pack=1)
+
+
+@gluon.jit
+def keep_visible_pair(word, first, second, HIDDEN: gl.constexpr):
+    """Halves whose distance (first, second) is >= 0; HIDDEN, a float16 bit pattern, elsewhere."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; .reg .b16 a, b; mov.b32 {a, b}, $1; setp.ge.s32 p, $2, 0; setp.ge.s32 q, $3, 0; "
+        "selp.b16 a, a, " + HIDDEN + ", p; selp.b16 b, b, " + HIDDEN + ", q; mov.b32 $0, {a, b}; }",
+        "=r,r,r,r", [word, first, second], dtype=gl.int32, is_pure=True, pack=1)
