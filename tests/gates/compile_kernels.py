@@ -1,6 +1,6 @@
 """Compile every Hopper kernel variant for sm_90a, without a GPU, and look at what came out.
 
-    python tests/gates/compile_kernels.py [--record] [--fresh] [--jobs N] [--json FILE] [NAME ...]
+    python tests/gates/compile_kernels.py [--everything] [--record] [--fresh] [--jobs N] [--json FILE] [NAME ...]
 
 A variant fails on register spills, on wgmma instructions that ptxas serialises, on matrix instructions other than the FP8 ones,
 and on more instructions in its main loop (without a loop over matrix instructions: in the whole kernel) than recorded.json has
@@ -8,13 +8,15 @@ for this Triton version. --record writes the figures as they are now into record
 why in docs/kernel-log.md. Names are prefixes of variants; by default all of them are compiled.
 
 A kernel module lists its variants: `variants()` yields (name, jit function, signature, constants, attributes, options), the
-arguments of Triton's ASTSource and compile.
+arguments of Triton's ASTSource and compile. With a parameter, `variants(everything)`, it lists a few that stand for all by
+default, and all of them under --everything (`make test-full`).
 """
 
 import argparse
 import contextlib
 import hashlib
 import importlib
+import inspect
 import io
 import json
 import multiprocessing
@@ -90,9 +92,12 @@ def kernel_modules() -> list[ModuleType]:
     return [importlib.import_module(info.name) for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
 
 
-def variants(modules: list[ModuleType]) -> list[Variant]:
-    """All variants of the modules that list some; names are unique."""
-    found = [variant for module in modules if hasattr(module, "variants") for variant in module.variants()]
+def variants(modules: list[ModuleType], everything: bool = False) -> list[Variant]:
+    """The variants of the modules that list some; names are unique."""
+    found: list[Variant] = []
+    for module in modules:
+        if hasattr(module, "variants"):
+            found += module.variants(everything) if inspect.signature(module.variants).parameters else module.variants()
     names = [name for name, *_ in found]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise SystemExit(f"variants: two are named {', '.join(sorted(doubled))}")
@@ -165,13 +170,14 @@ def problems(compiled: Compiled, recorded: dict[str, int] | None) -> list[str]:
     return found
 
 
-def judge(results: list[Compiled], recorded: dict[str, dict[str, int]] | None) -> list[str]:
-    """Every problem as one line. `recorded` holds this Triton version's figures by variant, None if it has none."""
+def judge(results: list[Compiled], recorded: dict[str, dict[str, int]] | None, everything: bool = True) -> list[str]:
+    """Every problem as one line. `recorded` holds this Triton version's figures by variant, None if it has none; `everything`:
+    whether no variant was left out."""
     lines = [f"{result.name}: {problem}" for result in results for problem in problems(result, (recorded or {}).get(result.name))]
     if recorded is not None:
         names = {result.name for result in results}
         lines += [f"{name}: no figures in recorded.json" for name in sorted(names - set(recorded))]
-        lines += [f"{name}: in recorded.json, but no kernel lists it" for name in sorted(set(recorded) - names)]
+        lines += [f"{name}: in recorded.json, but no kernel lists it" for name in sorted(set(recorded) - names) if everything]
     return lines
 
 
@@ -219,6 +225,7 @@ def main() -> int:
     """The command of this file's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--everything", action="store_true", help="also the variants that modules leave out by default")
     parser.add_argument("--record", action="store_true", help="write the figures into recorded.json")
     parser.add_argument("--fresh", action="store_true", help="compile again, whatever an earlier run found")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -226,17 +233,16 @@ def main() -> int:
     options = parser.parse_args()
     if options.record and options.names:
         parser.error("--record: takes all variants, not some by name")
+    everything = options.everything or options.record
     modules = kernel_modules()
-    found = [x for x in variants(modules) if not options.names or x[0].startswith(tuple(options.names))]
+    found = [x for x in variants(modules, everything) if not options.names or x[0].startswith(tuple(options.names))]
     results = results_of(found, options.jobs, options.fresh)
-    everything = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
+    by_version = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
     if options.record:
-        everything[VERSION] = {result.name: result.counted for result in sorted(results, key=lambda result: result.name)}
-        RECORDED.write_text(json.dumps(dict(sorted(everything.items())), indent=1) + "\n", encoding="utf-8")
-    recorded = everything.get(VERSION)
-    if options.names and recorded is not None:
-        recorded = {name: figures for name, figures in recorded.items() if name.startswith(tuple(options.names))}
-    wrong = judge(results, recorded)
+        by_version[VERSION] = {result.name: result.counted for result in sorted(results, key=lambda result: result.name)}
+        RECORDED.write_text(json.dumps(dict(sorted(by_version.items())), indent=1) + "\n", encoding="utf-8")
+    recorded = by_version.get(VERSION)
+    wrong = judge(results, recorded, everything and not options.names)
     wrong += [f"{module}: has device functions that no listed variant compiles" for module in uncovered(modules)]
     for x in results:
         print(f"{x.name:48s} {x.seconds:6.1f} s  registers {x.registers:3d}  main loop {x.loop or '-':>5}  total {x.total:6d}  "

@@ -23,8 +23,10 @@ ROOT = Path(__file__).parents[2]
 OLDEST = ROOT / ".venv-triton36"
 
 
+@pytest.mark.parametrize("everything", [pytest.param([], id="few"),
+                                        pytest.param(["--everything"], id="all", marks=pytest.mark.full)])
 @pytest.mark.parametrize("version", [compile_kernels.VERSION, "3.6"], ids=["this Triton", "Triton 3.6"])
-def test_every_variant_compiles_clean_and_no_longer_than_recorded(version, tmp_path):
+def test_variants_compile_clean_and_no_longer_than_recorded(version, everything, tmp_path):
     python = Path(sys.executable)
     if version != compile_kernels.VERSION:
         python = OLDEST / "bin" / "python"
@@ -32,7 +34,8 @@ def test_every_variant_compiles_clean_and_no_longer_than_recorded(version, tmp_p
             message = f"{OLDEST.name} is missing: `make {OLDEST.name}/ready` makes it"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
     report = tmp_path / "report.json"
-    run = subprocess.run([python, compile_kernels.__file__, "--json", report], capture_output=True, text=True, check=False)
+    run = subprocess.run([python, compile_kernels.__file__, "--json", report, *everything], capture_output=True, text=True,
+                         check=False)
     assert report.is_file(), run.stderr
     found = json.loads(report.read_text())
     assert found["triton"].startswith(f"{version}.")
@@ -125,6 +128,10 @@ def test_a_kernel_without_products_is_counted_as_a_whole():
 def test_recorded_names_and_listed_variants_are_the_same():
     assert judge([Compiled("new")], {"old": RECORDED}) == [
         "new: no figures in recorded.json", "old: in recorded.json, but no kernel lists it"]
+
+
+def test_variants_left_out_are_not_missed():
+    assert judge([Compiled("new")], {"new": {"instructions": 0, "QGMMA": 0}, "old": RECORDED}, everything=False) == []
 
 
 def test_a_triton_without_recorded_figures_is_held_to_the_absolute_rules_only():

@@ -59,8 +59,8 @@ def _graph(cudnn: Any, operands: tuple[Tensor, Tensor, Tensor], output: Tensor, 
         node.set_output(True).set_dim(list(x.shape)).set_stride(list(x.stride())).set_data_type(dtype)
     graph.validate()
     graph.build_operation_graph()
-    graph.create_execution_plans([cudnn.heur_mode.A])
     try:
+        graph.create_execution_plans([cudnn.heur_mode.A])
         graph.check_support()
     except Exception as error:
         raise UnavailableError(f"cuDNN FP8 refuses this shape: {str(error).partition(chr(10))[0]}") from error
