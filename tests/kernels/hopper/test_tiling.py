@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def assert_equal(tiling, expected):
 
 def packed_lengths(cu, tokens, valid):
     cu = [clamp(x, 0, tokens) for x in cu]
-    bounds = [*zip(cu[:-1], cu[1:], strict=True), (cu[-1], tokens)]
+    bounds = [*pairwise(cu), (cu[-1], tokens)]
     rows = [(start, max(stop - start, 0)) for start, stop in bounds]
     if not valid:
         return rows
@@ -66,8 +67,8 @@ def packed_lengths(cu, tokens, valid):
 @pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
 class TestInterpreted:
     @pytest.mark.parametrize("align", ["none", "top_left", "bottom_right"])
-    @pytest.mark.parametrize("queries, keys, lengths", [(1, 1, None), (192, 128, None), (193, 129, None), (500, 900, [900, 0, 333]),
-                                                        (900, 100, [1, 100, 50])])
+    @pytest.mark.parametrize(("queries", "keys", "lengths"), [(1, 1, None), (192, 128, None), (193, 129, None),
+                                                              (500, 900, [900, 0, 333]), (900, 100, [1, 100, 50])])
     def test_dense(self, queries, keys, lengths, align):
         from lowbit_attn.kernels.hopper.tiling import dense_tiling
         query = torch.empty(3, queries, 2, 8)
