@@ -5,8 +5,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch
-from torch.autograd import forward_ad
 
 from lowbit_attn import ops
 from lowbit_attn.ops import Device, Explanation, sdpa, validation
@@ -67,20 +65,6 @@ def _seed(recipe: str, device: torch.device, seed: Tensor | None, will_backward:
     return torch.randint(0, 2**31 - 1, (), dtype=torch.int64, device=device) if seed is None else seed
 
 
-def _refuse_transforms(**inputs: Tensor) -> None:
-    """NotImplementedError for inputs that carry a tangent or belong to torch.func: the operators would silently drop both."""
-    if torch.compiler.is_compiling():
-        return  # a traced graph has neither; AOTAutograd differentiates it in reverse mode
-    for name, x in inputs.items():
-        if functorch.is_gradtrackingtensor(x) or functorch.is_batchedtensor(x):
-            raise NotImplementedError(f"{name}: got a tensor inside torch.func or torch.vmap, which lowbit_attn has no rules for; "
-                                      "accepted: torch.autograd (backward, torch.autograd.grad) on plain tensors, and a batch "
-                                      "axis in place of vmap")
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-            raise NotImplementedError(f"{name}: got a dual tensor, and lowbit_attn has no forward-mode AD; accepted: plain tensors "
-                                      "(torch.autograd.grad differentiates in reverse mode)")
-
-
 def _check_heads(query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool) -> None:
     validation.check_tensors(query, key, value, layout)
     axis = layout.index("H")
@@ -135,7 +119,6 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
             validation.check_key_lengths_values(key_lengths, key.shape[2])
         return sdpa.dense(query, key, value, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths,
                           scale=scale, enable_gqa=enable_gqa)
-    _refuse_transforms(query=query, key=key, value=value)
     save = _will_backward(text, query, key, value)
     seed = _seed(text, query.device, seed, save)
     output, lse, *_ = torch.ops.lowbit_attn.attention_forward(
@@ -179,7 +162,6 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor
         validation.check_cu_seq_values("cu_seq_q", cu_seq_q, query.shape[0], max_q)
         validation.check_cu_seq_values("cu_seq_k", cu_seq_k, key.shape[0], max_k)
         return sdpa.packed(query, key, value, cu_seq_q, cu_seq_k, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    _refuse_transforms(query=query, key=key, value=value)
     save = _will_backward(text, query, key, value)
     seed = _seed(text, query.device, seed, save)
     output, lse, *_ = torch.ops.lowbit_attn.varlen_attention_forward(

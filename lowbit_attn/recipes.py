@@ -111,7 +111,8 @@ class Recipe:
         diagonal: format of V in P V, and of K in dS K, on tiles that the causal diagonal crosses: one scale per key, folded
             into the other operand before that is quantized (FLAMIA 3.2); None where blocks along keys cannot leak.
         p_grad, do, ds: formats of P in dV, of dO and of dS in the backward.
-        p_log2_scale: c; P with layout "fixed" is rounded as E4M3(P * 2^c) (FLAMIA B.1).
+        p_log2_scale: c; P with layout "fixed" is rounded as E4M3(P * 2^c) (FLAMIA B.1). 2^c is at least the smallest normal
+            code, or the weights would vanish.
         p_grad_log2_scale: the same for the P of dV.
         v_exponent: "operand" if the GEMM applies V's block scales; "running" if they are folded into P relative to a
             reference exponent that runs with the key loop, raised only by keys that the row sees.
@@ -130,7 +131,8 @@ class Recipe:
         q_prescale: fold scale * log2(e) into Q before it is quantized (Fused-Softmax 4) instead of into the scores.
     Safety and permissions:
         causal_safety: "exact" replaces scales shared by tokens with per-token operand scales, per-query-row dS exponents and
-            the K fold, so that no later token moves an earlier row of O or dQ by a single bit (FLAMIA 3.2, A.3).
+            the K fold, so that no later token moves an earlier row of O or dQ by a single bit (FLAMIA 3.2, A.3). Layouts that
+            have no such form are refused with it.
         ds_stochastic: round dK's dS operand stochastically (FLAMIA A.5).
         causal, trains: whether a causal mask is allowed and a backward defined.
         key_tile: keys per step of the loop; part of the numerics, since lazy and frozen maxima depend on it.

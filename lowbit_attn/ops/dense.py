@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from lowbit_attn.ops import validation
-from lowbit_attn.ops.registration import refuse_double_backward, refuse_vmap, register_autocast
+from lowbit_attn.ops.registration import (
+    refuse_double_backward,
+    refuse_forward_mode_and_func,
+    refuse_vmap,
+    register_autocast,
+)
 from lowbit_attn.ops.saved import empty_saved, flatten_saved, unflatten_saved
 from lowbit_attn.recipes import Recipe, resolve
 from lowbit_attn.reference import Visibility, backward, forward
@@ -118,4 +123,5 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_:
 attention_forward.register_autograd(_backward, setup_context=_setup_context)
 refuse_double_backward(attention_backward)
 register_autocast(attention_forward)
+refuse_forward_mode_and_func(attention_forward)
 refuse_vmap(attention_forward)

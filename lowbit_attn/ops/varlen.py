@@ -7,7 +7,12 @@ from torch import Tensor
 
 from lowbit_attn.ops import validation
 from lowbit_attn.ops.dense import Outputs, require_causal, require_trainable
-from lowbit_attn.ops.registration import refuse_double_backward, refuse_vmap, register_autocast
+from lowbit_attn.ops.registration import (
+    refuse_double_backward,
+    refuse_forward_mode_and_func,
+    refuse_vmap,
+    register_autocast,
+)
 from lowbit_attn.ops.saved import empty_saved, flatten_saved, unflatten_saved
 from lowbit_attn.recipes import Recipe, resolve
 from lowbit_attn.reference import varlen_backward, varlen_forward
@@ -94,4 +99,5 @@ def _backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None, *_:
 varlen_attention_forward.register_autograd(_backward, setup_context=_setup_context)
 refuse_double_backward(varlen_attention_backward)
 register_autocast(varlen_attention_forward)
+refuse_forward_mode_and_func(varlen_attention_forward)
 refuse_vmap(varlen_attention_forward)
