@@ -1,6 +1,6 @@
-"""Low-bit attention in torchtitan's own trainer.
+"""Low-bit attention in torchtitan's own trainer: the adapter of the release line that is installed.
 
-In a training TOML:
+0.2.x, in a training TOML:
 
     [job]
     custom_config_module = "lowbit_attn.integrations.torchtitan"   # makes the [lowbit_attn] section legal
@@ -13,27 +13,22 @@ In a training TOML:
 
 Without `custom_config_module` there is no `[lowbit_attn]` section and the defaults of `AttentionOptions` apply. A project with
 a config module of its own adds `lowbit_attn: AttentionOptions = field(default_factory=AttentionOptions)` to its JobConfig.
+
+0.3.x: `--override.imports` or a config function, see `v03`.
 """
 
-import re
-from importlib.metadata import PackageNotFoundError, version
+from lowbit_attn.integrations.torchtitan.versions import release_line
 
-_ACCEPTED = "0.2.x from 0.2.2"
+if release_line() == "0.2":
+    from lowbit_attn.integrations.torchtitan.v02 import JobConfig, LowbitConverter, build_metrics_processor
 
+    __all__ = ["JobConfig", "LowbitConverter", "build_metrics_processor"]
+else:
+    from lowbit_attn.integrations.torchtitan.v03 import enable
 
-def _require_supported_torchtitan() -> None:
-    try:
-        found = version("torchtitan")
-    except PackageNotFoundError:
-        raise ImportError(f"torchtitan: not installed; accepted: {_ACCEPTED} (pip install 'lowbit-attn[torchtitan]')") from None
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
-    if not (0, 2, 2) <= numbers < (0, 3):
-        raise ImportError(f"torchtitan: found version {found}; accepted: {_ACCEPTED}")
+    __all__ = ["enable"]
 
+from lowbit_attn.integrations.torchtitan.attention import LowbitAttention
+from lowbit_attn.integrations.torchtitan.options import AttentionOptions
 
-_require_supported_torchtitan()
-
-from lowbit_attn.integrations.torchtitan.attention import AttentionOptions, LowbitAttention  # noqa: E402
-from lowbit_attn.integrations.torchtitan.v02 import JobConfig, LowbitConverter  # noqa: E402
-
-__all__ = ["AttentionOptions", "JobConfig", "LowbitAttention", "LowbitConverter"]
+__all__ += ["AttentionOptions", "LowbitAttention"]

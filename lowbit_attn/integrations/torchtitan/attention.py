@@ -1,90 +1,72 @@
-"""What every torchtitan release line shares: the options, their validation, and the module that runs our operator.
+"""The module that runs our operator in the place of torchtitan's inner attention; both release lines subclass it.
 
-Nothing here imports torchtitan. A release line's adapter subclasses `LowbitAttention` with the call signature that its models
-use, and builds it from `AttentionOptions`.
+Nothing here imports torchtitan. A release line's adapter adds the call signature that its models use.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lowbit_attn.api import attention, varlen_attention
-from lowbit_attn.recipes import RECIPES, UNQUANTIZED, resolve
-
-
-@dataclass(frozen=True)
-class AttentionOptions:
-    """The `[lowbit_attn]` section of a training configuration."""
-
-    recipe: str = "mxfp8"
-    """Numerics: a name, or a name with options ("mxfp8:max_threshold=2"). "bf16" is torch SDPA under the same mask."""
-
-    deterministic: bool = False
-    """Ask for a bitwise reproducible backward (also implied by debug.deterministic)."""
-
-    backend: str | None = None
-    """Which implementation runs: None chooses; or "reference", "hopper", "triton", "cdna4"."""
-
-
-def training_recipes() -> list[str]:
-    """Names of the recipes that train under a causal mask."""
-    return [UNQUANTIZED, *(name for name, recipe in RECIPES.items() if recipe.trains and recipe.causal)]
-
-
-def check_options(options: AttentionOptions) -> None:
-    """ValueError unless causal pretraining can run with these options."""
-    if options.recipe == UNQUANTIZED:
-        if options.backend is not None:
-            raise ValueError(f"lowbit_attn.backend: got {options.backend!r} with recipe 'bf16', which is torch SDPA; "
-                             "accepted: leave it out")
-        return
-    try:
-        recipe = resolve(options.recipe)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"lowbit_attn.recipe: {error}") from None
-    refusal = recipe.training_refusal
-    problem = f"is for inference only ({refusal})" if refusal else "" if recipe.causal else "cannot run under a causal mask"
-    if problem:
-        raise ValueError(f"lowbit_attn.recipe: got {options.recipe!r}, which {problem}; accepted: "
-                         f"{', '.join(training_recipes())}")
+from lowbit_attn.integrations.torchtitan.options import AttentionOptions
+from lowbit_attn.ops.observe import observe
 
 
 class LowbitAttention(nn.Module):
     """Causal attention through `lowbit_attn`, without parameters or buffers, so a state_dict does not see it.
 
     Args:
-        options: recipe, determinism and backend.
+        options: of the whole model.
         compute_dtype: dtype that attention computes in. Inputs of another dtype (tensor parallelism alone leaves activations
             in float32) are cast to it, the output is cast back.
+
+    Attributes:
+        recipe: of this layer; `options.recipe` until the start-up says otherwise.
+        probe: number of the `ops.observe` record that this layer fills, None for a layer that is not probed.
     """
 
     def __init__(self, options: AttentionOptions, compute_dtype: torch.dtype) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not super(): a release line's class may have a base with arguments of its own
         self.options = options
         self.compute_dtype = compute_dtype
+        self.recipe = options.recipe
+        self.probe: int | None = None
 
     def extra_repr(self) -> str:
         """The options, for torchtitan's `model.print_after_conversion`."""
-        return f"{self.options}, compute_dtype={self.compute_dtype}"
+        return f"recipe={self.recipe!r}, {self.options}, compute_dtype={self.compute_dtype}"
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that this layer's recipe is asked of; bf16 layers among low-bit ones have none."""
+        return None if self.recipe == "bf16" else self.options.backend
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> Tensor:
         """[B, H, L, D] in and out; every row of the batch is one document."""
-        q, k, v = (x.to(self.compute_dtype) for x in (query, key, value))
-        output = attention(q, k, v, recipe=self.options.recipe, is_causal=is_causal, scale=scale, enable_gqa=True,
-                           deterministic=self.options.deterministic, backend=self.options.backend)
+        q, k, v = self._inputs(query, key, value, None)
+        output = attention(q, k, v, recipe=self.recipe, is_causal=is_causal, scale=scale, enable_gqa=True,
+                           deterministic=self.options.deterministic, backend=self.backend)
         assert isinstance(output, Tensor)
-        return output.to(query.dtype)
+        return self._output(output, query.dtype)
 
     def attend_packed(self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
                       max_k: int, *, scale: float | None) -> Tensor:
         """Packed [T, H, D] in and out, causal inside each document."""
-        q, k, v = (x.to(self.compute_dtype) for x in (query, key, value))
-        output = varlen_attention(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, recipe=self.options.recipe, is_causal=True,
-                                  scale=scale, enable_gqa=True, deterministic=self.options.deterministic,
-                                  backend=self.options.backend)
+        q, k, v = self._inputs(query, key, value, cu_seq_q)
+        output = varlen_attention(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, recipe=self.recipe, is_causal=True, scale=scale,
+                                  enable_gqa=True, deterministic=self.options.deterministic, backend=self.backend)
         assert isinstance(output, Tensor)
-        return output.to(query.dtype)
+        return self._output(output, query.dtype)
+
+    def _inputs(self, query: Tensor, key: Tensor, value: Tensor, cu_seq: Tensor | None) -> list[Tensor]:
+        inputs = [x.to(self.compute_dtype) for x in (query, key, value)]
+        if self.probe is None:
+            return inputs
+        return [observe(x, cu_seq, self.probe, name) for x, name in zip(inputs, ("query", "key", "value"), strict=True)]
+
+    def _output(self, output: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.probe is not None:
+            output = observe(output, None, self.probe, "output")
+        return output.to(dtype)
 
 
-__all__ = ["AttentionOptions", "LowbitAttention", "check_options", "training_recipes"]
+__all__ = ["LowbitAttention"]

@@ -34,6 +34,7 @@ def enable_cpu(*, force: bool = False) -> ExitStack:
     with ExitStack() as stack:
         _point_torchtitan_at_cpu(stack)
         _complete_torch_cpu(stack)
+        _complete_distributed(stack)
         _adapt_to_gloo(stack)
         return stack.pop_all()
 
@@ -78,6 +79,12 @@ def _complete_torch_cpu(stack: ExitStack) -> None:
     for name, function in functions.items():
         if not hasattr(torch.cpu, name):
             _patch(stack, torch.cpu, name, function)
+
+
+def _complete_distributed(stack: ExitStack) -> None:
+    """torchtitan 0.3.x shortens the timeout of its process groups after the first step, with a function of torch 2.14."""
+    if not hasattr(dist, "set_timeout"):
+        _patch(stack, dist, "set_timeout", lambda timeout, group=None: None)
 
 
 def _physical_memory() -> int:

@@ -1,74 +1,25 @@
-"""A small byte-level Llama on real text that every machine has: the Python standard library's own source files.
+"""A small byte-level Llama for torchtitan 0.2.x, on real text that every machine has.
 
-Importing this module registers, with torchtitan, the model `llama3_bytes` and the datasets `python_stdlib` and
-`python_stdlib_validation`, so a TOML reaches them with `experimental.custom_import`. One file is one document; torchtitan's own
-dataloader packs documents and ends each with EOS, where packed attention (attn_type "varlen") cuts.
+Importing this module registers, with torchtitan, the model `llama3_bytes` and the datasets of `documents`, so a TOML reaches
+them with `experimental.custom_import`. torchtitan's own dataloader packs documents and ends each with EOS, where packed
+attention (attn_type "varlen") cuts.
 """
 
-import random
-import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset  # type: ignore[import-untyped]
-from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.hf_datasets import DatasetConfig
-from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.models.llama3 import get_train_spec as llama3_train_spec
 from torchtitan.protocols.train_spec import register_train_spec
 
+from lowbit_attn.integrations.torchtitan import documents
+from lowbit_attn.integrations.torchtitan.documents import TRAINING, VALIDATION, ByteTokenizer
 from lowbit_attn.integrations.torchtitan.launch import StepRecord, train
+from lowbit_attn.integrations.torchtitan.v02 import build_metrics_processor
 
-MODEL, TRAINING, VALIDATION = "llama3_bytes", "python_stdlib", "python_stdlib_validation"
-
-# Files are chosen small, so that rows of a few hundred tokens hold document boundaries.
-MAX_FILE_BYTES = 4096
-VALIDATION_EVERY = 10
-_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-
-class ByteTokenizer(BaseTokenizer):
-    """UTF-8 bytes as tokens, and three specials after them."""
-
-    bos_id, eos_id, pad_id = 256, 257, 258
-    vocab_size = 264  # 259 in use; a multiple of 8 keeps the output projection aligned
-
-    def __init__(self) -> None:
-        """Keeps the ids of the class: the base class would reset eos_id."""
-
-    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """The bytes of `text` between BOS and EOS."""
-        return [self.bos_id] * add_bos + list(text.encode()) + [self.eos_id] * add_eos
-
-    def decode(self, tokens: list[int]) -> str:
-        """Text of the tokens that are bytes."""
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-    def get_vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return self.vocab_size
-
-
-def source_files(root: str | Path) -> list[Path]:
-    """Python sources under `root`, not empty and at most MAX_FILE_BYTES long; no tests, no installed packages."""
-    root = Path(root)
-    return [path for path in sorted(root.rglob("*.py"))
-            if not _NOT_SOURCES & set(path.relative_to(root).parts) and 0 < path.stat().st_size <= MAX_FILE_BYTES]
-
-
-def load_documents(root: str | Path, validation: bool) -> Dataset:
-    """The contents of `source_files` in an order that is always the same; every tenth file is held out for validation."""
-    files = source_files(root)
-    random.Random(0).shuffle(files)
-    chosen = [path for index, path in enumerate(files) if (index % VALIDATION_EVERY == 0) == validation]
-    if not chosen:
-        raise ValueError(f"dataset_path: found no Python source of at most {MAX_FILE_BYTES} bytes under {str(root)!r}; "
-                         "accepted: a folder with at least two")
-    return Dataset.from_dict({"text": [path.read_text(encoding="utf-8", errors="replace") for path in chosen]})
+MODEL = "llama3_bytes"
 
 
 def _model(**changes: Any) -> TransformerModelArgs:
@@ -86,12 +37,10 @@ MODELS = {
 
 
 def _register() -> None:
-    standard_library = sysconfig.get_paths()["stdlib"]
-    for name, validation in ((TRAINING, False), (VALIDATION, True)):
-        DATASETS[name] = DatasetConfig(standard_library, partial(load_documents, validation=validation),
-                                       lambda sample: sample["text"])
+    documents.register()
     register_train_spec(MODEL, replace(llama3_train_spec(), model_args=MODELS, state_dict_adapter=None,
-                                       build_tokenizer_fn=lambda job_config: ByteTokenizer()))
+                                       build_tokenizer_fn=lambda job_config: ByteTokenizer(),
+                                       build_metrics_processor_fn=build_metrics_processor))
 
 
 _register()
@@ -132,4 +81,4 @@ def train_demo(recipe: str, steps: int, out_dir: str | Path, on_step: Callable[[
     return train(args, on_step=on_step, device=device)
 
 
-__all__ = ["MODEL", "MODELS", "TRAINING", "VALIDATION", "ByteTokenizer", "load_documents", "source_files", "train_demo"]
+__all__ = ["MODEL", "MODELS", "train_demo"]

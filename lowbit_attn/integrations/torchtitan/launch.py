@@ -2,7 +2,7 @@
 
     python -m lowbit_attn.integrations.torchtitan.launch --job.config_file configs/torchtitan-llama3-debug-mxfp8.toml
 
-is torchtitan's own command line, which also works where there is no GPU.
+is torchtitan's own command line (here of 0.2.x), which also works where there is no GPU. Both release lines.
 """
 
 import gc
@@ -19,9 +19,14 @@ import torch
 import torch.distributed as dist
 from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
-from torchtitan.train import Trainer
 
 from lowbit_attn.integrations.torchtitan.cpu import enable_cpu
+from lowbit_attn.integrations.torchtitan.versions import release_line
+
+if release_line() == "0.2":
+    from torchtitan.train import Trainer
+else:
+    from torchtitan.trainer import Trainer
 
 # One process. Port 0 lets the store pick a free port.
 _SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -49,8 +54,8 @@ class StepRecord:
 class RecordingTrainer(Trainer):
     """torchtitan's Trainer, which also keeps what its metrics processor logs (every `metrics.log_freq` steps)."""
 
-    def __init__(self, job_config: Any, on_step: Callable[[StepRecord], None] | None = None) -> None:
-        super().__init__(job_config)
+    def __init__(self, config: Any, on_step: Callable[[StepRecord], None] | None = None) -> None:
+        super().__init__(config)
         self.records: list[StepRecord] = []
         self._on_step = on_step
         self._step_began = time.perf_counter()
@@ -82,7 +87,7 @@ def train(config: str | Path | Sequence[str], *, on_step: Callable[[StepRecord],
     """Train with torchtitan's trainer in this process.
 
     Args:
-        config: path of a TOML file, or torchtitan's command line as a list (`["--job.config_file=...", ...]`).
+        config: torchtitan's command line as a list (`["--job.config_file=...", ...]`), or the path of a TOML file (0.2.x).
         on_step: called with each record as soon as the step is logged.
         device: None takes the accelerator and, without one, the CPU; "cpu" hides the accelerator.
 

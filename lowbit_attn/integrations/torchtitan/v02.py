@@ -2,22 +2,26 @@
 
 import inspect
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.attention import VarlenMetadata
 from torchtitan.protocols.model_converter import register_model_converter
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import _extra_train_specs, get_train_spec, register_train_spec
 from torchtitan.tools import utils
-from torchtitan.tools.logging import logger
 
 import lowbit_attn.ops  # noqa: F401  registers torch.ops.lowbit_attn
 from lowbit_attn.api import explain
-from lowbit_attn.integrations.torchtitan.attention import AttentionOptions, LowbitAttention, check_options
+from lowbit_attn.integrations.torchtitan import startup
+from lowbit_attn.integrations.torchtitan.attention import LowbitAttention
+from lowbit_attn.integrations.torchtitan.metrics import AttentionMetrics, describe, logger
+from lowbit_attn.integrations.torchtitan.options import AttentionOptions, check_options, check_probe, layer_recipes
 
+NAME = "lowbit_attn"
 _SUPPORTED = ("llama3", "llama4", "qwen3")
 _REASONS = {
     "deepseek_v3": "multi-head latent attention has different head dims for q and v",
@@ -55,6 +59,16 @@ class LowbitVarlen(LowbitAttention):
                                   scale=scale)
 
 
+class LowbitMetrics(AttentionMetrics, MetricsProcessor):
+    """torchtitan's metrics processor, which also logs recipes and the numerics probe."""
+
+
+def build_metrics_processor(job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None) -> Any:
+    """For `TrainSpec.build_metrics_processor_fn`: torchtitan's processor, with ours on top where our converter runs."""
+    processor = LowbitMetrics if NAME in job_config.model.converters else MetricsProcessor
+    return processor(job_config, parallel_dims, tag)
+
+
 class LowbitConverter:
     """torchtitan model converter "lowbit_attn": every inner attention of the model becomes ours, before parallelization.
 
@@ -62,11 +76,9 @@ class LowbitConverter:
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
-        if parallel_dims.cp_enabled:
-            raise NotImplementedError(
-                f"parallelism.context_parallel_degree: got {parallel_dims.cp}; lowbit_attn accepts: 1 (every rank needs the "
-                "whole sequence)")
-        self.options: AttentionOptions = getattr(job_config, "lowbit_attn", AttentionOptions())
+        startup.check_context_parallel(parallel_dims.cp)
+        startup.check_precision(job_config.training.dtype, job_config.training.mixed_precision_param)
+        self.options: AttentionOptions = getattr(job_config, NAME, AttentionOptions())
         check_options(self.options)
         self.job_config = job_config
         self.parallel_dims = parallel_dims
@@ -77,22 +89,30 @@ class LowbitConverter:
         sites = self._attention_sites(model)
         attn_type = self._attention_type(model)
         self._check_parallelism(sites[0], attn_type)
+        recipes = layer_recipes(self.options, len(sites))
+        check_probe(self.options, recipes, self.job_config.metrics.log_freq)
+        self._check_metrics()
         saved_ops = self._saved_ops()
         replacement = LowbitVarlen if attn_type == "varlen" else LowbitSDPA
-        self._try_once(replacement(self.options, self.compute_dtype), sites[0])
+        heads = startup.Heads(sites[0].n_heads, sites[0].n_kv_heads, sites[0].head_dim)
+        startup.check_heads(heads, self.job_config.model.flavor)
+        startup.try_once(replacement(self.options, self.compute_dtype), heads, recipes, utils.device_type,
+                         packed=attn_type == "varlen")
 
         for site in sites:
             site.inner_attention = replacement(self.options, self.compute_dtype)
+        startup.assign(enumerate(site.inner_attention for site in sites), recipes, self.options)
         saved_ops |= {torch.ops.lowbit_attn.attention_forward.default, torch.ops.lowbit_attn.varlen_attention_forward.default}
-        if attn_type == "varlen" and self.job_config.compile.enable:
-            model.register_forward_pre_hook(_mark_document_count_dynamic, with_kwargs=True)
-        logger.info(f"lowbit_attn: {len(sites)} attention layers converted ({attn_type}). "
-                    f"{explain(self.options.recipe, utils.device_type)}")
+        if attn_type == "varlen":
+            seq_len = max(self.job_config.training.seq_len, self.job_config.validation.seq_len)
+            model.register_forward_pre_hook(startup.DocumentCheck(seq_len), with_kwargs=True)
+        logger.info(f"{describe(self.options, recipes)} ({attn_type}). {explain(self.options.recipe, utils.device_type)}")
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         """Nothing to update after an optimizer step."""
 
     def _attention_sites(self, model: nn.Module) -> list[Any]:
+        """The attention module of every layer, in order."""
         sites = [module for module in model.modules() if hasattr(module, "inner_attention")]
         if not sites or not all(_is_supported(site) for site in sites):
             name = self.job_config.model.name
@@ -124,6 +144,17 @@ class LowbitConverter:
                 f"parallelism.tensor_parallel_degree: got {dims.tp} with model.name 'qwen3', which passes DTensors to its "
                 "attention; lowbit_attn accepts: 1")
 
+    def _check_metrics(self) -> None:
+        """The processor that logs ours is reached through the model's train spec; a spec of the user's own may lack it."""
+        name = self.job_config.model.name
+        if get_train_spec(name).build_metrics_processor_fn is build_metrics_processor:
+            return
+        remedy = (f"build_metrics_processor_fn of the TrainSpec of model.name {name!r}: got another; accepted: "
+                  "lowbit_attn.integrations.torchtitan.build_metrics_processor")
+        if self.options.probe_every:
+            raise ValueError(f"lowbit_attn.probe_every: got {self.options.probe_every}, which has no log to write to. {remedy}")
+        logger.warning(f"recipes will not be in the metrics log. {remedy}")
+
     def _saved_ops(self) -> set[Any]:
         """The set of operators that selective checkpointing saves in this model's parallelize function."""
         function = inspect.unwrap(get_train_spec(self.job_config.model.name).parallelize_fn)
@@ -133,17 +164,6 @@ class LowbitConverter:
             raise ValueError(f"activation_checkpoint.selective_ac_option: got 'op', but {function.__module__} has no list of "
                              "saved operators to join; lowbit_attn accepts: a layer frequency, or mode 'full' or 'none'")
         return set() if saved is None else saved
-
-    def _try_once(self, module: nn.Module, site: Any) -> None:
-        """Two tokens through the real call, so that what it refuses (backend, head dim, device) is refused at start-up."""
-        arguments: list[Any] = [
-            torch.zeros(1, heads, 2, site.head_dim, dtype=self.compute_dtype, device=utils.device_type, requires_grad=True)
-            for heads in (site.n_heads, site.n_kv_heads, site.n_kv_heads)]
-        if isinstance(module, LowbitVarlen):
-            boundaries = torch.tensor([0, 1, 2], dtype=torch.int32, device=utils.device_type)
-            arguments.append(VarlenMetadata(boundaries, boundaries, 1, 1))
-        with torch.enable_grad():
-            module(*arguments)
 
 
 def _is_a(site: nn.Module, model: str) -> bool:
@@ -155,14 +175,23 @@ def _is_supported(site: nn.Module) -> bool:
     return any(_is_a(site, model) for model in _SUPPORTED)
 
 
-def _mark_document_count_dynamic(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The number of documents varies from step to step: without this, compiled blocks recompile when it first changes."""
-    metadata = kwargs.get("attention_masks")
-    if isinstance(metadata, VarlenMetadata):
-        for cu_seq in (metadata.cu_seq_q, metadata.cu_seq_k):
-            torch._dynamo.maybe_mark_dynamic(cu_seq, 0)
+def _register() -> None:
+    """The converter, and torchtitan's own train specs with our metrics processor and the flavor that it lacks."""
+    register_model_converter(LowbitConverter, NAME)
+    for name in _SUPPORTED:
+        if name not in _extra_train_specs:  # one that is there is the user's
+            spec = get_train_spec(name)
+            flavors = {**spec.model_args, **_extra_flavors(name, spec.model_args)}
+            register_train_spec(name, replace(spec, model_args=flavors, build_metrics_processor_fn=build_metrics_processor))
 
 
-register_model_converter(LowbitConverter, "lowbit_attn")
+def _extra_flavors(name: str, flavors: Any) -> dict[str, Any]:
+    """`1B_varlen`: the size of FLAMIA's pretraining (section 4.6), as Llama 3.2 1B with FLAMIA's head_dim of 128."""
+    if name != "llama3":
+        return {}
+    return {"1B_varlen": replace(flavors["8B_varlen"], dim=2048, n_layers=16, n_heads=16, n_kv_heads=8, ffn_dim_multiplier=1.5)}
 
-__all__ = ["JobConfig", "LowbitConverter", "LowbitSDPA", "LowbitVarlen"]
+
+_register()
+
+__all__ = ["JobConfig", "LowbitConverter", "LowbitMetrics", "LowbitSDPA", "LowbitVarlen", "build_metrics_processor"]

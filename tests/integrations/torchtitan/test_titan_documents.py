@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from titan_runs import build_model, converter
 
 from lowbit_attn.integrations.torchtitan import AttentionOptions
-from lowbit_attn.integrations.torchtitan.demo import (
+from lowbit_attn.integrations.torchtitan.documents import (
     MAX_FILE_BYTES,
     TRAINING,
     VALIDATION,

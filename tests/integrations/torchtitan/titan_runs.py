@@ -51,11 +51,12 @@ def edited_config(out_dir: Path, old: str, new: str) -> Path:
 
 
 def converter(options: AttentionOptions = DEFAULTS, *, name: str = "llama3_bytes", flavor: str = "tiny",
-              param_dtype: str = "bfloat16", **dims: int) -> LowbitConverter:
+              dtype: str = "float32", param_dtype: str = "bfloat16", **dims: int) -> LowbitConverter:
     """The converter as torchtitan builds it, for a run whose parallel degrees are `dims`."""
     job_config = SimpleNamespace(
         model=SimpleNamespace(name=name, flavor=flavor), lowbit_attn=options, compile=SimpleNamespace(enable=False),
-        training=SimpleNamespace(mixed_precision_param=param_dtype),
+        training=SimpleNamespace(dtype=dtype, mixed_precision_param=param_dtype, seq_len=128),
+        metrics=SimpleNamespace(log_freq=1), validation=SimpleNamespace(seq_len=128),
         activation_checkpoint=SimpleNamespace(mode="none", selective_ac_option="op"))
     degrees = {name: dims.get(name, 1) for name in ("cp", "pp", "tp")}
     enabled = {f"{name}_enabled": degree > 1 for name, degree in degrees.items()}
