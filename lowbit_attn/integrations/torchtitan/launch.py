@@ -82,12 +82,13 @@ class RecordingTrainer(Trainer):
             self.records[-1] = replace(self.records[-1], validation_loss=float(loss))
 
 
-def train(config: str | Path | Sequence[str], *, on_step: Callable[[StepRecord], None] | None = None,
+def train(config: Any, *, on_step: Callable[[StepRecord], None] | None = None,
           device: str | None = None) -> list[StepRecord]:
     """Train with torchtitan's trainer in this process.
 
     Args:
-        config: torchtitan's command line as a list (`["--job.config_file=...", ...]`), or the path of a TOML file (0.2.x).
+        config: torchtitan's command line as a list (`["--job.config_file=...", ...]`), the path of a TOML file (0.2.x), or a
+            config object (JobConfig of 0.2.x, Trainer.Config of 0.3.x).
         on_step: called with each record as soon as the step is logged.
         device: None takes the accelerator and, without one, the CPU; "cpu" hides the accelerator.
 
@@ -96,12 +97,14 @@ def train(config: str | Path | Sequence[str], *, on_step: Callable[[StepRecord],
     """
     if device not in (None, "cpu"):
         raise ValueError(f"device: got {device!r}; accepted: None, 'cpu'")
-    args = [f"--job.config_file={config}"] if isinstance(config, str | Path) else list(config)
+    if isinstance(config, str | Path):
+        config = [f"--job.config_file={config}"]
     on_cpu = device == "cpu" or not torch.accelerator.is_available()
     with enable_cpu(force=device == "cpu") if on_cpu else nullcontext(), _process_state():
         trainer = None
         try:
-            trainer = RecordingTrainer(ConfigManager().parse_args(args), on_step)
+            parsed = ConfigManager().parse_args(list(config)) if isinstance(config, Sequence) else config
+            trainer = RecordingTrainer(parsed, on_step)
             trainer.train()
         finally:
             if trainer is not None:

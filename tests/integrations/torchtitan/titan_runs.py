@@ -1,23 +1,21 @@
-"""Tiny runs of torchtitan's own trainer, and counting of our operators in them."""
+"""Tiny runs of torchtitan's own trainer in whichever release line is installed, and counting of our operators in them."""
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchtitan.protocols.train_spec import get_train_spec
 
-from lowbit_attn.integrations.torchtitan import AttentionOptions, LowbitConverter
 from lowbit_attn.integrations.torchtitan.launch import StepRecord, train
+from lowbit_attn.integrations.torchtitan.versions import release_line
 
-CONFIG = Path(__file__).parents[3] / "configs" / "torchtitan-llama3-debug-mxfp8.toml"
+LINE = release_line()
+CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIG = CONFIGS / "torchtitan-llama3-debug-mxfp8.toml"
 VARLEN_FORWARD = "lowbit_attn.varlen_attention_forward.default"
 VARLEN_BACKWARD = "lowbit_attn.varlen_attention_backward.default"
 LAYERS = 2
-DEFAULTS = AttentionOptions()
 
 
 class OpCalls(TorchDispatchMode):
@@ -26,51 +24,57 @@ class OpCalls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count: Counter[str] = Counter()
-        self.recipes: set[str] = set()
+        self.recipes: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if str(func).startswith("lowbit_attn."):
             self.count[str(func)] += 1
-            self.recipes |= {argument for argument in args if isinstance(argument, str) and argument != "reference"}
+            self.recipes.update(argument for argument in args if isinstance(argument, str) and argument != "reference")
         return func(*args, **(kwargs or {}))
 
 
-def run(out_dir: Path, *args: str, config: Path = CONFIG, steps: int = 2, seq_len: int = 96) -> list[StepRecord]:
-    """Train the tiny flavor of the shipped config."""
-    return train([f"--job.config_file={config}", f"--job.dump_folder={out_dir}", "--model.flavor=tiny",
-                  f"--training.steps={steps}", f"--training.seq_len={seq_len}", *args])
+def run(out_dir: Path, *, steps: int = 2, seq_len: int = 96, checkpointing: str = "selective",
+        options: dict[str, Any] | None = None, dataset_path: Path | str | None = None, dataset: str | None = None,
+        on_step: Callable[[StepRecord], None] | None = None, **settings: Any) -> list[StepRecord]:
+    """Train the tiny byte-level model.
+
+    Args:
+        options: of `AttentionOptions`; {"off": True} trains torchtitan's own attention (0.2.x, plain causal).
+        settings: `section__key=value` of torchtitan's config, by names that both lines share.
+    """
+    settings = {"training__steps": steps, "training__seq_len": seq_len, "debug__seed": 0, "metrics__log_freq": 1, **settings}
+    dotted = {name.replace("__", "."): value for name, value in settings.items()}
+    build = _config_v02 if LINE == "0.2" else _config_v03
+    config = build(out_dir, dotted, options or {}, checkpointing, str(dataset_path) if dataset_path else None, dataset)
+    return train(config, on_step=on_step, device="cpu")
 
 
-def edited_config(out_dir: Path, old: str, new: str) -> Path:
-    """The shipped config with one line changed."""
-    text = CONFIG.read_text()
-    assert old in text
-    path = out_dir / "edited.toml"
-    path.write_text(text.replace(old, new))
-    return path
+def _config_v02(out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str, dataset_path: str | None,
+                dataset: str | None) -> list[str]:
+    settings = {"job.config_file": CONFIG, "job.dump_folder": out_dir, "model.flavor": "tiny",
+                "activation_checkpoint.mode": checkpointing, "training.dataset_path": dataset_path, "training.dataset": dataset,
+                **{f"lowbit_attn.{name}": value for name, value in options.items()}, **settings}
+    return [f"--{name}" if value is True else f"--{name}={','.join(value) if isinstance(value, list) else value}"
+            for name, value in settings.items() if value not in (None, False)]
 
 
-def converter(options: AttentionOptions = DEFAULTS, *, name: str = "llama3_bytes", flavor: str = "tiny",
-              dtype: str = "float32", param_dtype: str = "bfloat16", **dims: int) -> LowbitConverter:
-    """The converter as torchtitan builds it, for a run whose parallel degrees are `dims`."""
-    job_config = SimpleNamespace(
-        model=SimpleNamespace(name=name, flavor=flavor), lowbit_attn=options, compile=SimpleNamespace(enable=False),
-        training=SimpleNamespace(dtype=dtype, mixed_precision_param=param_dtype, seq_len=128),
-        metrics=SimpleNamespace(log_freq=1), validation=SimpleNamespace(seq_len=128),
-        activation_checkpoint=SimpleNamespace(mode="none", selective_ac_option="op"))
-    degrees = {name: dims.get(name, 1) for name in ("cp", "pp", "tp")}
-    enabled = {f"{name}_enabled": degree > 1 for name, degree in degrees.items()}
-    return LowbitConverter(job_config, SimpleNamespace(**degrees, **enabled))
+def _config_v03(out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str, dataset_path: str | None,
+                dataset: str | None) -> Any:
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+    from lowbit_attn.integrations.torchtitan import enable
+    from lowbit_attn.integrations.torchtitan.models_v03 import llama3_bytes_tiny
 
-def build_model(name: str, flavor: str, *, device: str = "cpu", **changes: Any) -> Any:
-    """A torchtitan model of two layers: with seeded weights, or on "meta", as converters see it."""
-    spec = get_train_spec(name)
-    args = replace(spec.model_args[flavor], **{"n_layers": LAYERS, "max_seq_len": 128, **changes})
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = spec.model_cls(args)
-    if device == "cpu":
-        with torch.no_grad():
-            model.init_weights(buffer_device=torch.device("cpu"))
-    return model
+    config = llama3_bytes_tiny()
+    config.override.imports = []
+    enable(config, **options)
+    config.dump_folder = str(out_dir)
+    config.activation_checkpoint = {"selective": SelectiveAC.Config(), "full": FullAC.Config(), "none": None}[checkpointing]
+    config.dataloader.dataset_path = dataset_path
+    if dataset is not None:
+        config.dataloader.dataset = dataset
+    for name, value in settings.items():
+        section, key = name.split(".")
+        assert hasattr(getattr(config, section), key), name
+        setattr(getattr(config, section), key, value)
+    return config

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from titan_runs import build_model, converter
+from titan_v02 import build_model, converter
 
 from lowbit_attn.integrations.torchtitan import AttentionOptions
 from lowbit_attn.integrations.torchtitan.documents import (

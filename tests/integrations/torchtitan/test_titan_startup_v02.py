@@ -1,15 +1,14 @@
-"""What cannot run is refused before training, by the name of the setting, and the model stays as it was."""
+"""What cannot run in 0.2.x is refused before training, by the name of the setting, and the model stays as it was."""
 
-import importlib
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
-from titan_runs import build_model, converter, edited_config
-from torchtitan.models.attention import FlexAttentionWrapper
+import torch
+from titan_v02 import build_model, converter, edited_config
+from torchtitan.models.attention import FlexAttentionWrapper, VarlenMetadata
+from torchtitan.protocols.train_spec import get_train_spec
 
-import lowbit_attn.integrations.torchtitan as package
 from lowbit_attn.integrations.torchtitan import AttentionOptions
 from lowbit_attn.integrations.torchtitan.launch import train
 
@@ -70,29 +69,51 @@ def test_unsupported_parallelism(dims: dict[str, int], name: str, flavor: str, m
         converter(name=name, flavor=flavor, **dims).convert(build_model(name, flavor, device="meta"))
 
 
+@pytest.mark.parametrize(("dtypes", "message"), [
+    ({"dtype": "float16"}, r"training\.dtype: got 'float16'.*accepts: float32, bfloat16"),
+    ({"param_dtype": "float16"}, r"training\.mixed_precision_param: got 'float16'"),
+])
+def test_half_precision_weights(dtypes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        converter(**dtypes)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (AttentionOptions(layers="[{blocks: 2, recipe: bf16}]"), r"lowbit_attn\.layers: .*blocks: got 2; accepted: 0 to 1"),
+    (AttentionOptions(probe_every=10, probe_layer=2), r"lowbit_attn\.probe_layer: got 2; accepted: 0 to 1"),
+    (AttentionOptions("bf16", probe_every=10), r"lowbit_attn\.probe_layer: got 0, which runs 'bf16'"),
+    (AttentionOptions(probe_every=15), r"lowbit_attn\.probe_every: got 15 with metrics\.log_freq 10; accepted: a multiple"),
+])
+def test_options_that_do_not_fit_the_model(options: AttentionOptions, message: str, on_cpu: None) -> None:
+    model = build_model("llama3_bytes", "tiny", device="meta")
+    with pytest.raises(ValueError, match=message):
+        converter(options, log_freq=10).convert(model)
+
+
+def test_a_train_spec_with_other_metrics_cannot_hold_the_probe(on_cpu: None, monkeypatch: pytest.MonkeyPatch,
+                                                               caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(get_train_spec("llama3_bytes"), "build_metrics_processor_fn", None)
+    with pytest.raises(ValueError, match=r"lowbit_attn\.probe_every: got 1.*build_metrics_processor_fn"):
+        converter(AttentionOptions(probe_every=1)).convert(build_model("llama3_bytes", "tiny", device="meta"))
+    converter().convert(build_model("llama3_bytes", "tiny", device="meta"))
+    assert "recipes will not be in the metrics log" in caplog.text
+
+
+def test_a_document_longer_than_its_row(on_cpu: None) -> None:
+    model = build_model("llama3_bytes", "tiny")
+    converter().convert(model)
+    tokens = torch.zeros(2, 128, dtype=torch.long)
+    boundaries = torch.tensor([0, 256], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"attention_masks\.max_q: got a document of 256 tokens with training\.seq_len 128"):
+        model(tokens, attention_masks=VarlenMetadata(boundaries, boundaries, 256, 256))
+
+
 def test_selective_checkpointing_without_a_list_of_saved_operators(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = converter()
     ours.job_config.activation_checkpoint.mode = "selective"
     monkeypatch.delattr("torchtitan.models.llama3.infra.parallelize._op_sac_save_list")
     with pytest.raises(ValueError, match=r"activation_checkpoint\.selective_ac_option: got 'op'"):
         ours.convert(build_model("llama3_bytes", "tiny", device="meta"))
-
-
-@pytest.mark.parametrize(("found", "accepted"), [
-    ("0.2.2", True), ("0.2.3.dev20260101+cpu", True), ("0.2.1", False), ("0.3.0", False), ("1.0.0", False), (None, False),
-])
-def test_torchtitan_version(found: str | None, accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if found is None:
-            raise PackageNotFoundError(name)
-        return found
-
-    monkeypatch.setattr(importlib.import_module(package.__name__), "version", version)
-    if accepted:
-        package._require_supported_torchtitan()
-    else:
-        with pytest.raises(ImportError, match=r"torchtitan: (found version|not installed).*accepted: 0\.2\.x"):
-            package._require_supported_torchtitan()
 
 
 def test_device_is_checked(tmp_path: Path) -> None:
