@@ -175,6 +175,9 @@ def enable(config: Any, **options: Any) -> Any:
 def _check_settings(settings: dict[str, Any], parallel_dims: Any) -> None:
     """What the config alone tells."""
     startup.check_context_parallel(parallel_dims.cp)
+    if parallel_dims.pp > 1:
+        raise NotImplementedError(f"parallelism.pipeline_parallel_degree: got {parallel_dims.pp}; torchtitan 0.3.x pipelines need "
+                                  "a torch that this adapter was never run with; lowbit_attn accepts: 1")
     training = settings["training"]
     startup.check_precision(training["dtype"], training["mixed_precision_param"])
     if not training["disable_cuda_graphs"]:
@@ -196,8 +199,6 @@ def _start(parts: Iterable[nn.Module], settings: dict[str, Any]) -> None:
     spec = settings["model_spec"]
     name = f"{spec['name']} {spec['flavor']}"
     layers = [layer for part in parts for layer in _layers(part, name)]
-    if not layers:
-        return  # a pipeline stage without blocks
     first = layers[0][1]
     options = first.inner_attention.options
     recipes = layer_recipes(options, len(spec["model"]["layers"]))

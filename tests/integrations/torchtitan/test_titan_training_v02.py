@@ -34,7 +34,7 @@ def test_without_a_section_the_defaults_apply(tmp_path: Path) -> None:
 
 def test_plain_causal_attention(tmp_path: Path) -> None:
     with OpCalls() as calls:
-        records = run(tmp_path, steps=3, model__flavor="tiny_sdpa")
+        records = run(tmp_path, steps=3, flavor="tiny_sdpa")
     assert records[-1].loss < records[0].loss
     assert calls.count["lowbit_attn.attention_forward.default"] == 3 * LAYERS + 1
 

@@ -35,37 +35,38 @@ class OpCalls(TorchDispatchMode):
 
 def run(out_dir: Path, *, steps: int = 2, seq_len: int = 96, checkpointing: str = "selective",
         options: dict[str, Any] | None = None, dataset_path: Path | str | None = None, dataset: str | None = None,
-        on_step: Callable[[StepRecord], None] | None = None, **settings: Any) -> list[StepRecord]:
-    """Train the tiny byte-level model.
+        on_step: Callable[[StepRecord], None] | None = None, flavor: str = "tiny", **settings: Any) -> list[StepRecord]:
+    """Train the byte-level model.
 
     Args:
-        options: of `AttentionOptions`; {"off": True} trains torchtitan's own attention (0.2.x, plain causal).
+        options: of `AttentionOptions`.
+        flavor: "tiny" or "small"; "tiny_sdpa" (0.2.x) is plain causal.
         settings: `section__key=value` of torchtitan's config, by names that both lines share.
     """
     settings = {"training__steps": steps, "training__seq_len": seq_len, "debug__seed": 0, "metrics__log_freq": 1, **settings}
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     build = _config_v02 if LINE == "0.2" else _config_v03
-    config = build(out_dir, dotted, options or {}, checkpointing, str(dataset_path) if dataset_path else None, dataset)
+    config = build(flavor, out_dir, dotted, options or {}, checkpointing, str(dataset_path) if dataset_path else None, dataset)
     return train(config, on_step=on_step, device="cpu")
 
 
-def _config_v02(out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str, dataset_path: str | None,
-                dataset: str | None) -> list[str]:
-    settings = {"job.config_file": CONFIG, "job.dump_folder": out_dir, "model.flavor": "tiny",
+def _config_v02(flavor: str, out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str,
+                dataset_path: str | None, dataset: str | None) -> list[str]:
+    settings = {"job.config_file": CONFIG, "job.dump_folder": out_dir, "model.flavor": flavor,
                 "activation_checkpoint.mode": checkpointing, "training.dataset_path": dataset_path, "training.dataset": dataset,
                 **{f"lowbit_attn.{name}": value for name, value in options.items()}, **settings}
     return [f"--{name}" if value is True else f"--{name}={','.join(value) if isinstance(value, list) else value}"
             for name, value in settings.items() if value not in (None, False)]
 
 
-def _config_v03(out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str, dataset_path: str | None,
-                dataset: str | None) -> Any:
+def _config_v03(flavor: str, out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str,
+                dataset_path: str | None, dataset: str | None) -> Any:
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
     from lowbit_attn.integrations.torchtitan import enable
-    from lowbit_attn.integrations.torchtitan.models_v03 import llama3_bytes_tiny
+    from lowbit_attn.integrations.torchtitan import models_v03
 
-    config = llama3_bytes_tiny()
+    config = getattr(models_v03, f"llama3_bytes_{flavor}")()
     config.override.imports = []
     enable(config, **options)
     config.dump_folder = str(out_dir)
