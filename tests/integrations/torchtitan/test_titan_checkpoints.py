@@ -64,9 +64,9 @@ def test_saved_with_low_bit_attention_loaded_without_and_back(tmp_path: Path, mo
 @pytest.mark.skipif(LINE != "0.2", reason="torchtitan 0.3.x has no attention of its own that trains on a CPU")
 def test_a_run_goes_on_without_low_bit_attention_and_with_it_again(tmp_path: Path) -> None:
     """Optimizer, dataloader and step included: the same dump folder, with and without the converter."""
-    settings = {"flavor": "tiny_sdpa", "checkpoint__enable": True, "checkpoint__interval": 1}
+    settings = {"flavor": "tiny_sdpa", "checkpoint__enable": True, "checkpoint__last_save_model_only": False}
     first = run(tmp_path, steps=2, **settings)
-    stock = run(tmp_path, steps=4, model__converters="", **settings)
+    stock = run(tmp_path, steps=4, model__converters=[], **settings)
     again = run(tmp_path, steps=6, **settings)
     assert [record.step for record in (*first, *stock, *again)] == [1, 2, 3, 4, 5, 6]
     assert again[-1].loss < first[0].loss

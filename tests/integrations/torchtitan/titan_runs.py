@@ -51,12 +51,20 @@ def run(out_dir: Path, *, steps: int = 2, seq_len: int = 96, checkpointing: str 
 
 
 def _config_v02(flavor: str, out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str,
-                dataset_path: str | None, dataset: str | None) -> list[str]:
+                dataset_path: str | None, dataset: str | None) -> Any:
+    from torchtitan.config import ConfigManager
+
     settings = {"job.config_file": CONFIG, "job.dump_folder": out_dir, "model.flavor": flavor,
                 "activation_checkpoint.mode": checkpointing, "training.dataset_path": dataset_path, "training.dataset": dataset,
                 **{f"lowbit_attn.{name}": value for name, value in options.items()}, **settings}
-    return [f"--{name}" if value is True else f"--{name}={','.join(value) if isinstance(value, list) else value}"
-            for name, value in settings.items() if value not in (None, False)]
+    config = ConfigManager().parse_args(
+        [f"--{name}" if value is True else f"--{name}={','.join(value) if isinstance(value, list) else value}"
+         for name, value in settings.items() if value not in (None, False, [])])
+    for name, value in settings.items():
+        if value in ([], False):  # which a command line cannot say by the same name
+            section, key = name.split(".")
+            setattr(getattr(config, section), key, value)
+    return config
 
 
 def _config_v03(flavor: str, out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str,
