@@ -84,7 +84,7 @@ def _check(schedule: str, recipe: str) -> PrecisionSchedule:
         plan = load(shipped.find_schedule(schedule))
         extras.require("demo", [name for extra in ("torchtitan", "diffusers", "demo") for name in extras.EXTRAS[extra]])
         from lowbit_attn.integrations.torchtitan import AttentionOptions
-        from lowbit_attn.integrations.torchtitan.attention import check_options, training_recipes
+        from lowbit_attn.integrations.torchtitan.options import check_options, training_recipes
 
         if canonical_text(recipe) == UNQUANTIZED:
             accepted = [name for name in training_recipes() if name != UNQUANTIZED]

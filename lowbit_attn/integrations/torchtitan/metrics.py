@@ -65,11 +65,11 @@ def probe_values(module: LowbitAttention) -> dict[str, float]:
     """The measurement of the tensors that last passed the probed layer, as flat names and numbers."""
     assert module.probe is not None
     seen = record(module.probe)
-    tensors = [seen.tensors[name].float() for name in ("query", "key", "value", "grad_output")]
-    tokens = tensors[0].shape[0]
+    query, key, value, grad_output = (seen.tensors[name].float() for name in ("query", "key", "value", "grad_output"))
+    tokens = query.shape[0]
     boundaries = [0, tokens] if seen.cu_seq is None else sorted({min(x, tokens) for x in seen.cu_seq.tolist()})
     with torch.no_grad():
-        found = measure(*tensors, boundaries, module.recipe)
+        found = measure(query, key, value, grad_output, boundaries, module.recipe)
     return _flat(found)
 
 

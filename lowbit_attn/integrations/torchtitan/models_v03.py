@@ -31,7 +31,7 @@ from lowbit_attn.integrations.torchtitan.v03 import enable
 
 
 def llama3_spec(flavor: str, *, dim: int, n_layers: int, n_heads: int, n_kv_heads: int, vocab_size: int, multiple_of: int = 256,
-                ffn_dim_multiplier: float | None = None, attn_backend: str = "varlen", tie_weights: bool = False) -> ModelSpec:
+                ffn_dim_multiplier: float | None = None, attn_backend: str = "varlen") -> ModelSpec:
     """A torchtitan Llama 3 of a size that its registry does not name; head_dim is dim / n_heads."""
     rope = ComplexRoPE.Config(dim=dim // n_heads, max_seq_len=131072, theta=500000, scaling="llama")
     model = Llama3Model.Config(
@@ -66,7 +66,7 @@ def llama3_bytes_tiny() -> Trainer.Config:
     return _bytes("tiny", dim=128, n_layers=2, n_heads=2, n_kv_heads=1)
 
 
-def _bytes(flavor: str, **size: int) -> Trainer.Config:
+def _bytes(flavor: str, **size: Any) -> Trainer.Config:
     documents.register()
     spec = llama3_spec(flavor, vocab_size=ByteTokenizer.vocab_size, multiple_of=64, **size)
     config = llama3_config(replace(spec, name="llama3_bytes", state_dict_adapter=None), lr=1e-3, seq_len=512, local_batch_size=2,

@@ -62,8 +62,8 @@ def try_once(module: LowbitAttention, heads: Heads, recipes: Iterable[str], devi
                 for count in (heads.query, heads.key_value, heads.key_value))
             if packed:
                 boundaries = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=device)
-                rows = (x[0].transpose(0, 1) for x in (query, key, value))
-                output = module.attend_packed(*rows, boundaries, boundaries, 2, 2, scale=None)
+                q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+                output = module.attend_packed(q, k, v, boundaries, boundaries, 2, 2, scale=None)
             else:
                 output = module.attend(query, key, value, is_causal=True, scale=None)
             output.sum().backward()

@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-import spmd_types as spmd  # type: ignore[import-not-found,import-untyped]
+import spmd_types as spmd
 import torch
-from spmd_types.runtime import get_partition_spec  # type: ignore[import-not-found,import-untyped]
+from spmd_types.runtime import get_partition_spec
 from torch import Tensor, nn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP, derive, override
@@ -54,7 +54,7 @@ class LowbitVarlen(LowbitAttention, VarlenAttention):
         self.window_size = config.window_size
         self.started = False
 
-    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: VarlenMetadata,  # noqa: N803
+    def forward(self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: VarlenMetadata,
                 scale: float | None = None, enable_gqa: bool = False) -> Tensor:
         """[B, L, N, H] in and out; `enable_gqa` follows from the head counts."""
         if not self.started:
@@ -222,9 +222,9 @@ def _layers(model: Any, name: str) -> list[tuple[int, Any]]:
              if "inner_attention" in site._modules]
     for index, site in found:
         if type(site) is not GQAttention:
-            raise ValueError(f"model: got {name!r}, whose layer {index} is {type(site).__module__}.{type(site).__name__}: its masks, "
-                             "windows or head dims may be its own; lowbit_attn accepts models built from GQAttention alone: llama3, "
-                             "qwen3")
+            kind = f"{type(site).__module__}.{type(site).__name__}"
+            raise ValueError(f"model: got {name!r}, whose layer {index} is {kind}: its masks, windows or head dims may be its own; "
+                             "lowbit_attn accepts models built from GQAttention alone: llama3, qwen3")
         if not isinstance(site.inner_attention, LowbitVarlen):
             raise ValueError(f"inner_attention: got {type(site.inner_attention).__name__} in layer {index} of {name!r}; accepted: "
                              f"{_HOME}.attention (for flex) or {_HOME}.varlen_attention (for varlen) among override.imports")

