@@ -5,7 +5,7 @@ Nothing here imports torchtitan: both release lines share it.
 
 from dataclasses import dataclass
 
-from lowbit_attn.recipes import RECIPES, UNQUANTIZED, resolve
+from lowbit_attn.recipes import RECIPES, UNQUANTIZED, canonical_text, resolve
 
 
 @dataclass(frozen=True)
@@ -40,31 +40,34 @@ def training_recipes() -> list[str]:
 
 def check_options(options: AttentionOptions) -> None:
     """ValueError unless causal pretraining can run with these options, the number of layers aside."""
-    if options.recipe == UNQUANTIZED and options.backend is not None:
+    recipe = _checked_recipe("recipe", options.recipe)
+    if recipe == UNQUANTIZED and options.backend is not None:
         raise ValueError(f"lowbit_attn.backend: got {options.backend!r} with recipe 'bf16', which is torch SDPA; "
                          "accepted: leave it out")
-    _check_recipe("recipe", options.recipe)
     if options.probe_every < 0:
         raise ValueError(f"lowbit_attn.probe_every: got {options.probe_every}; accepted: a number of steps, or 0 for never")
 
 
-def _check_recipe(option: str, text: str) -> None:
-    if text == UNQUANTIZED:
-        return
+def _checked_recipe(option: str, text: str) -> str:
+    """Its canonical text, if it trains under a causal mask."""
     try:
-        recipe = resolve(text)
+        canonical = canonical_text(text)
     except (TypeError, ValueError) as error:
         raise ValueError(f"lowbit_attn.{option}: {error}") from None
+    if canonical == UNQUANTIZED:
+        return canonical
+    recipe = resolve(canonical)
     refusal = recipe.training_refusal
     problem = f"is for inference only ({refusal})" if refusal else "" if recipe.causal else "cannot run under a causal mask"
     if problem:
         raise ValueError(f"lowbit_attn.{option}: got {text!r}, which {problem}; accepted: {', '.join(training_recipes())}")
+    return canonical
 
 
 def layer_recipes(options: AttentionOptions, layers: int) -> list[str]:
-    """The recipe of each of a model's layers; ValueError for rules that do not fit, do not train or never apply."""
+    """The recipe of each of a model's layers, as canonical text; ValueError for rules that do not fit, do not train or never apply."""
     if not options.layers.strip():
-        return [options.recipe] * layers
+        return [_checked_recipe("recipe", options.recipe)] * layers
     from lowbit_attn.schedules import ScheduleError, load
 
     text = "version: 1\nname: layers\nattention:\n  default: " + _quoted(options.recipe) + "\n  rules:\n"
@@ -72,15 +75,13 @@ def layer_recipes(options: AttentionOptions, layers: int) -> list[str]:
     try:
         schedule = load(text + rules)
         for number, rule in enumerate(schedule.attention.rules):
-            foreign = sorted(rule.model_fields_set & {"steps", "expert", "stream"})
+            foreign = sorted(rule.model_fields_set - {"blocks", "recipe"})
             if foreign:
-                raise ScheduleError(f"rules[{number}].{foreign[0]}: belongs to denoising; accepted keys: blocks, recipe")
+                raise ScheduleError(f"rules[{number}].{foreign[0]}: belongs to video models; accepted keys: blocks, recipe")
         recipes = schedule.bind(1, layers).grid()[0]
     except ScheduleError as error:
         raise ValueError(f"lowbit_attn.layers: {error}") from None
-    for recipe in recipes:
-        _check_recipe("layers", recipe)
-    return recipes
+    return [_checked_recipe("layers", recipe) for recipe in recipes]
 
 
 def _quoted(text: str) -> str:

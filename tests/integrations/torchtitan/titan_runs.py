@@ -59,9 +59,9 @@ def _config_v02(flavor: str, out_dir: Path, settings: dict[str, Any], options: d
                 **{f"lowbit_attn.{name}": value for name, value in options.items()}, **settings}
     config = ConfigManager().parse_args(
         [f"--{name}" if value is True else f"--{name}={','.join(value) if isinstance(value, list) else value}"
-         for name, value in settings.items() if value not in (None, False, [])])
+         for name, value in settings.items() if value is not None and value is not False and value != []])
     for name, value in settings.items():
-        if value in ([], False):  # which a command line cannot say by the same name
+        if value is False or value == []:  # which a command line cannot say by the same name
             section, key = name.split(".")
             setattr(getattr(config, section), key, value)
     return config
