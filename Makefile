@@ -21,6 +21,13 @@ ifeq ($(shell uname -s),Linux)
 TRITON36 := .venv-triton36/ready
 endif
 
+# The second of torchtitan's release lines; .venv has the first, 0.2.x.
+TITAN03_PYTHON := .venv-titan03/bin/python
+TITAN03 := .venv-titan03/ready
+TITAN_TESTS := tests/integrations/torchtitan
+# The last torchao whose MX linear layers torchtitan 0.2.2 knows; apart, for peft in .venv wants another one or none.
+TORCHAO := $(VENV)/torchao-0.15
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-full gpu-test gate lint clean
 
@@ -30,11 +37,15 @@ help:  ## show this list
 demo: $(READY)  ## train a small Llama and generate a small video, in bf16 and in low bits -> demo-report/report.md
 	$(BIN)/lowbit-attn demo $(DEMO_ARGS)
 
-test: $(READY) $(TRITON36)  ## run the tests
+test: $(READY) $(TRITON36) $(TITAN03) $(TORCHAO)  ## run the tests, those of torchtitan with both of its release lines
 	$(BIN)/python -m pytest -n 2 -m "not full" $(PYTEST_ARGS)
+	$(TITAN03_PYTHON) -m pytest -n 2 -m "not full" $(TITAN_TESTS)
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest $(TITAN_TESTS)/test_titan_torchao_v02.py
 
-test-full: $(READY) $(TRITON36)  ## run the tests and the long sweeps
+test-full: $(READY) $(TRITON36) $(TITAN03) $(TORCHAO)  ## run the tests and the long sweeps
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(TITAN03_PYTHON) -m pytest -n 2 $(TITAN_TESTS)
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest $(TITAN_TESTS)/test_titan_torchao_v02.py
 
 gpu-test: $(READY)  ## run the tests that need a GPU, and record kernels and outcomes in docs/gpu-record.json
 	LOWBIT_ATTN_GPU_RECORD=$(GPU_RECORD) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
@@ -48,7 +59,7 @@ lint: $(READY)  ## check style and types
 	$(BIN)/python -m mypy lowbit_attn
 
 clean:  ## remove the environment and everything that was generated
-	rm -rf $(VENV) .venv-triton36 demo-report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-triton36 .venv-titan03 demo-report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Prints where a torch of at least 2.11 is installed, if one is. A .pth file then shows that folder to .venv, which also works
 # when $(PYTHON) is itself in a virtual environment; pip installs nothing outside .venv.
@@ -90,4 +101,15 @@ export BORROW
 	$(PYTHON) -m venv .venv-triton36
 	$(TRITON36_PYTHON) -m pip install --no-deps triton==3.6.0
 	@$(BIN)/python -c "$$BORROW" > "$$($(TRITON36_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	@touch $@
+
+# torchtitan 0.3 and what it needs beyond .venv's packages, which are borrowed in the same way.
+.venv-titan03/ready: $(READY)
+	$(PYTHON) -m venv .venv-titan03
+	$(TITAN03_PYTHON) -m pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 torch_checkpointing torchao==0.18.0
+	@$(BIN)/python -c "$$BORROW" > "$$($(TITAN03_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	@touch $@
+
+$(TORCHAO): $(READY)
+	$(BIN)/python -m pip install --no-deps --target $@ torchao==0.15.0
 	@touch $@

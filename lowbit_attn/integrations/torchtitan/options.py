@@ -65,7 +65,7 @@ def _checked_recipe(option: str, text: str) -> str:
 
 
 def layer_recipes(options: AttentionOptions, layers: int) -> list[str]:
-    """The recipe of each of a model's layers, as canonical text; ValueError for rules that do not fit, do not train or never apply."""
+    """Canonical recipe of each of a model's layers; ValueError for rules that do not fit, do not train or never apply."""
     if not options.layers.strip():
         return [_checked_recipe("recipe", options.recipe)] * layers
     from lowbit_attn.schedules import ScheduleError, load

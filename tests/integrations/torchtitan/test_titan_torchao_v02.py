@@ -9,7 +9,7 @@ from titan_runs import LAYERS, VARLEN_BACKWARD, OpCalls, run
 
 from lowbit_attn.integrations.torchtitan import launch
 
-pytest.importorskip("torchao", reason="torchao is not installed")
+pytest.importorskip("torchao", reason="torchao is not installed; `make test` runs this file once more, beside it")
 
 FLOAT8 = {"model__converters": ["quantize.linear.float8", "lowbit_attn"], "quantize__linear__float8__emulate": True,
           "quantize__linear__float8__filter_fqns": ["output"]}
