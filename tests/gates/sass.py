@@ -14,7 +14,6 @@ from itertools import pairwise
 _LABEL = re.compile(r"^\s*(\.[\w.$]+):")
 _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?P<guard>@!?U?P\w+\s+)?(?P<opcode>[A-Z]\w*)(?P<rest>[^;]*)")
 _TARGET = re.compile(r"\.L_x_\d+")
-_NOT_A_BRANCH = {"BSSY", "BSSYRECONV"}  # they name the place where a divergent warp meets again
 _ENDS = {"EXIT", "RET", "JMP", "BRX", "JMX"}
 
 
@@ -40,7 +39,7 @@ def _parse(line: str) -> Instruction | None:
     if match is None:
         return None
     opcode, rest = match["opcode"], match["rest"]
-    targets = () if opcode in _NOT_A_BRANCH else tuple(_TARGET.findall(rest))
+    targets = tuple(_TARGET.findall(rest))
     operands = rest.split("`(")[0].split()
     conditional = bool(match["guard"]) or len(operands) > (rest[:1] == ".")
     return Instruction(opcode, targets, not ((opcode == "BRA" and not conditional) or (opcode in _ENDS and not match["guard"])))

@@ -25,6 +25,12 @@ def test_cold_blocks_at_the_end_belong_to_the_loop_that_runs_them_and_to_nothing
     assert found.main_loop("QGMMA") == {"QGMMA": 1, "IADD3": 1, "BRA": 3, "SHFL": 1}
 
 
+def test_a_block_moved_behind_what_follows_it_makes_no_loop():
+    found = program("QGMMA R1, R2", "FMUL R1, R1", "FMUL R1, R1", "@P0 BRA `(.L_x_9)", ".L_x_8:", "MOV R1, R1",
+                    ".L_x_0:", "QGMMA R1, R2", "@P1 BRA `(.L_x_0)", "EXIT", ".L_x_9:", "SHFL R1, R1", "BRA `(.L_x_8)")
+    assert found.main_loop("QGMMA") == {"QGMMA": 1, "BRA": 1}
+
+
 def test_the_innermost_loop_counts_and_of_several_the_largest():
     found = program(".L_x_0:", "MOV R1, R1", ".L_x_1:", "QGMMA R1, R2", "@P0 BRA `(.L_x_1)", "@P1 BRA `(.L_x_0)",
                     ".L_x_2:", "QGMMA R1, R2", "FMUL R1, R2", "@P0 BRA `(.L_x_2)", "EXIT")
