@@ -125,6 +125,13 @@ class TestTables:
             expected = (round_to_blocks(x, E2M1, block_layout("mx32"), rule) - x).square().mean().item()
             assert scaling.quantization_error(x, boundary) == pytest.approx(expected, rel=1e-5)
 
+    def test_exact_gradients_leave_their_inputs_as_they_were(self):
+        import torch
+
+        inputs = [torch.randn(1, 1, 8, 16) for _ in range(4)]
+        training.exact_gradients(inputs, is_causal=True)
+        assert not any(x.requires_grad for x in inputs)
+
     def test_training_of_a_small_sample(self):
         table = training.measure(Settings(seq=512, heads=1, seeds=1, rows=0), ["mxfp8", "nvfp4_fp8"])
         # The slack at 512 tokens, where causal rows see few keys, is wider.
