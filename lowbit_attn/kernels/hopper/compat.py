@@ -1,10 +1,13 @@
 """What differs between the Triton releases that these kernels support (3.6 to 3.9)."""
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 tma_load: gl.constexpr = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
 """Starts a bulk tensor copy from global to shared memory; renamed in 3.9."""
 
 tma_store: gl.constexpr = gl.constexpr(getattr(tma, "async_store", None) or tma.async_copy_shared_to_global)
 """Starts a bulk tensor copy from shared to global memory; renamed in 3.9."""
+
+copy_async: gl.constexpr = gl.constexpr(getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared)
+"""Starts a copy of vectors (cp.async) from global to shared memory; renamed in 3.9."""
