@@ -11,3 +11,6 @@ tma_store: gl.constexpr = gl.constexpr(getattr(tma, "async_store", None) or tma.
 
 copy_async: gl.constexpr = gl.constexpr(getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared)
 """Starts a copy of vectors (cp.async) from global to shared memory; renamed in 3.9."""
+
+barrier: gl.constexpr = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
+"""All threads of a program meet; renamed in 3.9."""
