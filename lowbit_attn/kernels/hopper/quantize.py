@@ -44,6 +44,7 @@ BLOCK = GROUP.value
 
 
 @gluon.jit(do_not_specialize=["q_document", "q_token", "q_head", "q_channel", "k_document", "k_token", "k_head", "k_channel",
+                              "v_document", "v_token", "v_head", "v_channel", "q_scale_document", "q_scale_head",
                               "k_scale_document", "k_scale_head", "q_heads", "kv_heads", "q_count", "k_count", "query_documents"])
 def quantize_kernel(q, k, v, q_codes, q_scales, k_codes, k_scales, v_codes, v_scales, v_t, k_group, v_group, documents, q_tiles,
                     k_tiles, q_document, q_token, q_head, q_channel, k_document, k_token, k_head, k_channel, v_document, v_token,
@@ -193,11 +194,11 @@ def _constants(head_dim: int, dtype: torch.dtype, recipe: Recipe, save: bool, qk
             **_tops(recipe, head_dim)}
 
 
-def _options(head_dim: int, qk_mode: str, v_mode: str) -> dict[str, Any]:
-    """Registers for three programs of 4 warps on a multiprocessor; no FMA, since it would change the rotation's roundings."""
-    vector = qk_mode == v_mode == "vector"
-    return {"num_warps": 4 * (2 if head_dim == 256 else 1), "maxnreg": (128 if head_dim == 96 else 168) if vector else 255,
-            "enable_fp_fusion": False}
+def _options(constants: dict[str, Any]) -> dict[str, Any]:
+    """Registers for 3 programs of 4 warps or 2 of 8 on a multiprocessor; no FMA, which would change the rotation's roundings."""
+    head_dim, vector = constants["D"], constants["QK_MODE"] == constants["V_MODE"] == "vector"
+    registers = 128 if head_dim == 96 or (head_dim == 256 and not constants["ROTATE"]) else 168
+    return {"num_warps": 8 if head_dim == 256 else 4, "maxnreg": registers if vector else 255, "enable_fp_fusion": False}
 
 
 def quantize_qkv(query: Tensor, key: Tensor, value: Tensor, tiling: Tiling, recipe: Recipe, *, save: bool,
@@ -233,13 +234,13 @@ def quantize_qkv(query: Tensor, key: Tensor, value: Tensor, tiling: Tiling, reci
                      for stride in ((0, x.shape[0]) if packed else (x.shape[1] * (x.shape[2] - 1), x.shape[1]))]
     v_saved = (v_codes, v_scales) if save else (result.v_t, result.v_t)
     documents = tiling.documents.shape[0] - packed  # the last of packed documents holds the rows of none
+    constants = _constants(head_dim, query.dtype, recipe, save, qk_mode, v_mode)
     with torch.cuda.device(query.device):
         quantize_kernel[(programs,)](
             query, key, value, q_codes, q_scales, k_codes, k_scales, *v_saved, result.v_t, result.k_group, result.v_group,
             tiling.documents, tiling.q_tiles, tiling.k_tiles, *_strides(query, qk_mode, packed), *_strides(key, qk_mode, packed),
             *_strides(value, v_mode, packed), *scale_strides, q_heads, kv_heads, q_count, k_count, documents,
-            **_constants(head_dim, query.dtype, recipe, save, qk_mode, v_mode),
-            **_options(head_dim, qk_mode, v_mode))
+            **constants, **_options(constants))
     return result
 
 
@@ -261,4 +262,4 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict,
                      for name in names}
         aligned = {(position,): [["tt.divisibility", 16]] for position in range(len(pointers))}
         title = f"{recipe.replace(':', '-').replace('=', '-')}-{head_dim}-{DTYPES[dtype]}-{mode}-{'save' if save else 'infer'}"
-        yield f"quantize-{title}", quantize_kernel, signature, constants, aligned, _options(head_dim, mode, mode)
+        yield f"quantize-{title}", quantize_kernel, signature, constants, aligned, _options(constants)

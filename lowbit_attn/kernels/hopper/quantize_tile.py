@@ -308,29 +308,26 @@ def store_group(group, value, head, tile, tiles, row, PER: gl.constexpr, mask):
 
 
 @gluon.jit
-def _channels(buffer, ROTATE: gl.constexpr, DTYPE: gl.constexpr, HALVES: gl.constexpr):
-    """What a lane keeps of its channels until their scale is known: (words, words), or (even, odd); and the largest magnitude."""
-    word = buffer.load(per_lane(buffer.shape[1], HALVES))
+def _statistics(buffer, ROTATE: gl.constexpr, DTYPE: gl.constexpr, HALVES: gl.constexpr):
+    """The largest magnitude of each token; rotated channels (even, odd) stay in registers until their scale is known."""
+    even = buffer.load(per_lane(buffer.shape[1], HALVES))
+    odd = even
     if ROTATE or DTYPE == "fp32":
-        first, second = _values(word, DTYPE)
+        even, odd = _values(even, DTYPE)
         if ROTATE:
-            first, second = _rotated(first, second, HALVES)
-        largest = _largest(first, second, HALVES)
+            even, odd = _rotated(even, odd, HALVES)
+        largest = _largest(even, odd, HALVES)
     else:
-        first, second = word, word
-        largest = _largest_of_words(word, DTYPE, HALVES)
-    return first, second, largest
+        largest = _largest_of_words(even, DTYPE, HALVES)
+    return even, odd, largest
 
 
 @gluon.jit
-def _encoded(first, second, factor, ROTATE: gl.constexpr, DTYPE: gl.constexpr):
-    """Code words of what `_channels` kept."""
-    if ROTATE or DTYPE == "fp32":
-        words = _codes(first, second, factor)
-    else:
-        even, odd = _values(first, DTYPE)
-        words = _codes(even, odd, factor)
-    return words
+def _encoded(buffer, even, odd, factor, ROTATE: gl.constexpr, DTYPE: gl.constexpr, HALVES: gl.constexpr):
+    """Code words of the channels; those that were not rotated are read a second time, which saves half of the registers."""
+    if not ROTATE:
+        even, odd = _values(buffer.load(per_lane(buffer.shape[1], HALVES)), DTYPE)
+    return _codes(even, odd, factor)
 
 
 @gluon.jit
@@ -346,16 +343,18 @@ def quantize(x, document, first, head, strides, valid, top_exponent, top_fractio
     if MODE == "vector":
         async_copy.commit_group()
         async_copy.wait_group(0)
-    a, b, largest = _channels(buffer, ROTATE, WORD, HALVES)
+    even, odd, largest = _statistics(buffer, ROTATE, WORD, HALVES)
     if SIZE < D:
-        c, d, largest2 = _channels(rest, ROTATE, WORD, HALVES)
+        even2, odd2, largest2 = _statistics(rest, ROTATE, WORD, HALVES)
         largest = _nan_maximum(largest, largest2)
     if not PER_TOKEN:
         largest = gl.convert_layout(_block_largest(largest), largest.type.layout)
     code = _scale_code(largest, top_exponent, top_fraction)
     factor = gl.where(code == 255, float("nan"), power(254 - code))
-    words = _encoded(a, b, factor, ROTATE, WORD)
-    words2 = _encoded(c, d, factor, ROTATE, WORD) if SIZE < D else words
+    if not ROTATE:
+        barrier()  # else the compiler would merge the two readings
+    words = _encoded(buffer, even, odd, factor, ROTATE, WORD, HALVES)
+    words2 = _encoded(rest, even2, odd2, factor, ROTATE, WORD, HALVES) if SIZE < D else words
     return words, words2, code
 
 
