@@ -126,7 +126,7 @@ def test_a_launch_covers_every_tile_and_fits_the_kernel(monkeypatch, save, packe
 
 
 def test_variants_name_every_argument_once():
-    for _, kernel, signature, constants, attributes, _ in variants():
+    for _, kernel, signature, constants, attributes, _ in variants(everything=True):
         assert list(signature) == kernel.arg_names
         assert {name for name, kind in signature.items() if kind == "constexpr"} == set(constants)
         assert all(signature[kernel.arg_names[position]].startswith("*") for (position,) in attributes)
