@@ -14,6 +14,7 @@ from lowbit_attn.cli.console import console, fail
 if TYPE_CHECKING:
     from lowbit_attn.schedules import PrecisionSchedule
 
+DEFAULT_FPS = 16.0
 SHIFT_KEYS = ("flow_shift", "shift")
 """What schedulers call the flow shift."""
 
@@ -52,11 +53,13 @@ def generate(
     frames: Annotated[int | None, typer.Option(min=1, help="In place of sampling.frames.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="In place of sampling.width.")] = None,
     height: Annotated[int | None, typer.Option(min=1, help="In place of sampling.height.")] = None,
-    fps: Annotated[float, typer.Option(min=1, help="Frames per second of the file.")] = 16,
+    fps: Annotated[float | None, typer.Option(min=1, help="Frames per second of the file; in place of sampling.fps, else 16.")]
+    = None,
     dtype: Annotated[DType, typer.Option(help="Number format of the models.")] = DType.bfloat16,
     device: Annotated[str | None, typer.Option(help="Default: the accelerator, else the CPU.")] = None,
     offload: Annotated[Offload, typer.Option(help="Keep models in main memory until their turn: whole, or layer by layer.")]
     = Offload.none,
+    tiling: Annotated[bool, typer.Option("--tiling", help="Decode in tiles: less memory, and time.")] = False,
     compile_blocks: Annotated[bool, typer.Option("--compile", help="torch.compile the repeated blocks.")] = False,
     latents: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save the final latents (.safetensors).")] = None,
 ) -> None:
@@ -69,14 +72,16 @@ def generate(
             extras.require("video", ["av"])
         plan = load(shipped.find_schedule(schedule) if shipped.find_schedule(schedule).is_file() else schedule)
         settings = {"steps": steps, "guidance_scale": guidance_scale, "guidance_scale_2": guidance_scale_2,
-                    "flow_shift": flow_shift, "frames": frames, "width": width, "height": height}
+                    "flow_shift": flow_shift, "frames": frames, "width": width, "height": height, "fps": fps}
         sampling = plan.sampling.model_copy(update={name: value for name, value in settings.items() if value is not None})
         plan = plan.model_copy(update={"sampling": sampling})
         pipe = load_pipeline(model, getattr(torch, dtype.value))
         set_scheduler(pipe, plan)
         call = call_arguments(pipe, plan, prompt, negative_prompt, seed)
         _place(pipe, device or ("cuda" if torch.cuda.is_available() else "cpu"), offload)
-        _run(pipe, plan, call, compile_blocks, out, fps, latents)
+        if tiling:
+            _tile(pipe)
+        _run(pipe, plan, call, compile_blocks, out, latents)
     except (GenerateError, ScheduleError, extras.MissingExtraError, TypeError, ValueError) as error:
         fail(error)
 
@@ -91,15 +96,13 @@ def load_pipeline(model: str, dtype: torch.dtype) -> Any:
         raise GenerateError(f"--model: got {model!r}, which {'has no model_index.json' if folder.is_dir() else 'is no folder'}; "
                             "accepted: a diffusers checkpoint folder, or an id on the hub")
     try:
-        pipe = DiffusionPipeline.from_pretrained(str(folder) if looks_local else model, dtype=dtype)
+        return DiffusionPipeline.from_pretrained(str(folder) if looks_local else model,
+                                                 dtype={"default": dtype, "vae": torch.float32})
     except (OSError, ConnectionError, ValueError) as error:
         if looks_local:
             raise GenerateError(f"--model: {model}: {error}") from error
         raise GenerateError(f"--model: {model!r} is no folder here, and could not be fetched from the hub: {_first_line(error)}. "
                             "Without a network, download the checkpoint elsewhere (hf download) and give its folder") from error
-    if (vae := getattr(pipe, "vae", None)) is not None:
-        vae.to(torch.float32)  # as the published checkpoints decode
-    return pipe
 
 
 def set_scheduler(pipe: Any, schedule: "PrecisionSchedule") -> None:
@@ -150,7 +153,14 @@ def _place(pipe: Any, device: str, offload: Offload) -> None:
         pipe.enable_sequential_cpu_offload(device=device)
 
 
-def _run(pipe: Any, schedule: "PrecisionSchedule", call: dict[str, Any], compile_blocks: bool, out: Path, fps: float,
+def _tile(pipe: Any) -> None:
+    vae: Any = getattr(pipe, "vae", None)
+    if not hasattr(vae, "enable_tiling"):
+        raise GenerateError(f"--tiling: the autoencoder of this {type(pipe).__name__} cannot; accepted: leave it out")
+    vae.enable_tiling()
+
+
+def _run(pipe: Any, schedule: "PrecisionSchedule", call: dict[str, Any], compile_blocks: bool, out: Path,
          latents: Path | None) -> None:
     from lowbit_attn.integrations.diffusers import patch, report
     from lowbit_attn.integrations.diffusers.adapters import adapter_for
@@ -170,7 +180,7 @@ def _run(pipe: Any, schedule: "PrecisionSchedule", call: dict[str, Any], compile
         return tensors
 
     video = pipe(**call, callback_on_step_end=keep).frames[0]
-    media.save_frames(video.float(), out, fps)
+    media.save_frames(video.float(), out, schedule.sampling.fps or DEFAULT_FPS)
     if latents is not None:
         from safetensors.torch import save_file
 

@@ -80,6 +80,7 @@ class Sampling(_Section):
     frames: Positive | None = Field(None, description="a number of frames")
     width: Positive | None = Field(None, description="a number of pixels")
     height: Positive | None = Field(None, description="a number of pixels")
+    fps: float | None = Field(None, gt=0, description="frames per second, a positive number")
 
 
 class PrecisionSchedule(_Section):

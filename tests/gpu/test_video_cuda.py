@@ -62,3 +62,19 @@ def test_a_run_waits_for_the_device_no_more_often_than_the_unpatched_one(wan_and
         return len([warning for warning in caught if "synchronizing" in str(warning.message)])
 
     assert synchronisations("mxfp8") <= synchronisations("bf16")
+
+
+def test_a_kernel_takes_hardly_more_memory_than_torchs_attention():
+    from lowbit_attn import attention, explain
+
+    if explain("mxfp8", "cuda").backend == "reference":
+        pytest.skip("no kernel for this GPU")
+    tensors = torch.randn(3, 1, 20_000, 24, 128, device="cuda", dtype=torch.bfloat16).transpose(2, 3)
+
+    def peak(recipe):
+        attention(*tensors, recipe=recipe)
+        torch.cuda.reset_peak_memory_stats()
+        attention(*tensors, recipe=recipe)
+        return torch.cuda.max_memory_allocated() / 2**30
+
+    assert peak("mxfp8") < peak("bf16") + 0.5

@@ -118,7 +118,7 @@ def test_vace_blocks_are_a_stream_that_goes_on_from_the_main_one():
 def test_sampling_settings_are_read():
     sampling = load(CONFIGS / "wan2.2-t2v-a14b-hybrid.yaml").sampling
     assert sampling.model_dump() == {"scheduler": "UniPCMultistepScheduler", "flow_shift": 12.0, "steps": 20, "guidance_scale": 4.0,
-                                     "guidance_scale_2": 3.0, "frames": 81, "width": 1280, "height": 720}
+                                     "guidance_scale_2": 3.0, "frames": 81, "width": 1280, "height": 720, "fps": 16.0}
 
 
 SHIPPED = {

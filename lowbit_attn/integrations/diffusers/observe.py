@@ -48,7 +48,7 @@ class Stopwatch:
     def __init__(self) -> None:
         self._intervals: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
         self._seconds: dict[str, float] = defaultdict(float)
-        self._run: list[Any] = []
+        self._run: list[float] = []
         self._handles: list[Any] = []
         self._device = torch.device("cpu")
 
@@ -71,18 +71,20 @@ class Stopwatch:
         """A run begins."""
         self._intervals.clear()
         self._seconds.clear()
-        self._run = [self._mark()]
+        self._run = [time.perf_counter()]
 
     def stop(self) -> None:
-        """The run is over."""
-        self._run = [*self._run[:1], self._mark()]
+        """The run is over; waits for the GPU."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._run = [*self._run[:1], time.perf_counter()]
 
     def seconds(self) -> tuple[dict[str, float], float | None]:
         """Seconds of attention by recipe, and of the whole run once it is over. Waits for the GPU."""
         for recipe, intervals in self._intervals.items():
             self._seconds[recipe] += sum(_between(*interval) for interval in intervals)
         self._intervals.clear()
-        return dict(sorted(self._seconds.items())), _between(*self._run) if len(self._run) == 2 else None
+        return dict(sorted(self._seconds.items())), self._run[1] - self._run[0] if len(self._run) == 2 else None
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -99,8 +101,8 @@ class Stopwatch:
 
 
 def _between(start: Any, end: Any) -> float:
-    """Seconds between two marks; a run's first mark is taken before its device is known."""
+    """Seconds between two marks of a kind."""
     if isinstance(start, float):
-        return (end if isinstance(end, float) else time.perf_counter()) - start
+        return float(end - start)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3

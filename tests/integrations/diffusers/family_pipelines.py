@@ -115,6 +115,12 @@ def run_wan_animate(pipe: Any, steps: int = 2, **changes: Any) -> Latents:
     return latents
 
 
+def wan_ti2v() -> Any:
+    """Wan2.2 5B's way to run: one expert, a timestep for each token."""
+    return _quiet(diffusers.WanPipeline(tokenizer=None, text_encoder=None, vae=None, scheduler=wan_scheduler(),
+                                        transformer=wan_transformer(0), expand_timesteps=True))
+
+
 def wan_v2v() -> Any:
     return _quiet(diffusers.WanVideoToVideoPipeline(tokenizer=None, text_encoder=None, vae=_wan_vae(), scheduler=wan_scheduler(),
                                                     transformer=wan_transformer(0)))
@@ -318,6 +324,7 @@ FAMILIES = {
     family.name: family
     for family in (
         Family("wan2.2", "wan", wan, run_wan, 3, 2),
+        Family("wan2.2 ti2v", "wan", wan_ti2v, run_wan, 3, 2),
         Family("wan i2v", "wan", wan_i2v, run_wan_i2v, 2, 2),
         Family("wan v2v", "wan", wan_v2v, run_wan_v2v, 3, 2),
         Family("wan animate", "wan", wan_animate, run_wan_animate, 2, 2),

@@ -1,13 +1,18 @@
 """Every family: what is replaced, that all around attention stays the same, and that it runs its schedule."""
 
+import importlib
+import inspect
+
+import diffusers
 import pytest
 import torch
+from diffusers.models import attention_processor
 from family_pipelines import FAMILIES
 from tiny_pipelines import torch_attention
 
 from lowbit_attn.integrations.diffusers import patch, report, unpatch
 from lowbit_attn.integrations.diffusers.adapters import ADAPTERS
-from lowbit_attn.integrations.diffusers.processors import LowBitProcessor, base
+from lowbit_attn.integrations.diffusers.processors import PROCESSORS, LowBitProcessor, base
 from lowbit_attn.schedules import FAMILIES as STREAMS
 
 ENDS = {"version": 1, "name": "ends", "attention": {"default": "fused_mxfp4", "rules": [
@@ -112,3 +117,23 @@ def test_a_block_of_any_family_runs_compiled_without_a_graph_break(name):
     blocks[-1].compile(backend="eager", fullgraph=True)
     torch.testing.assert_close(family.run(patch(pipe, "fused_mxfp4"), **changes), eager, rtol=1e-5, atol=1e-5)
     assert report(pipe).counts().keys() == {"fused_mxfp4"}
+
+
+@pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS.keys())
+def test_named_classes_exist_and_their_models_are_of_the_family(adapter):
+    """Names are known without loading the classes; here they are checked against the installed diffusers."""
+    for name in adapter.models:
+        assert issubclass(getattr(diffusers, name), torch.nn.Module), name
+    for name in adapter.pipelines:
+        pipeline = getattr(diffusers, name)
+        if issubclass(pipeline, diffusers.DiffusionPipeline):
+            wanted = str(inspect.signature(pipeline.__init__).parameters["transformer"].annotation)
+            assert any(model in wanted for model in adapter.models), (name, wanted)
+
+
+def test_every_processor_stands_for_a_class_of_diffusers_with_the_same_parameters():
+    modules = [attention_processor, *(importlib.import_module(f"diffusers.models.transformers.transformer_{name}") for name in
+                                      ("wan", "hunyuan_video", "hunyuan_video15", "minimax_h3", "ltx", "ltx2", "flux"))]
+    for name, ours in PROCESSORS.items():
+        stock = next(getattr(module, name) for module in modules if hasattr(module, name))
+        assert list(inspect.signature(ours.__call__).parameters) == list(inspect.signature(stock.__call__).parameters), name

@@ -211,3 +211,13 @@ def test_hunyuan_video_15_refuses_other_masks(mask):
     processor.recipe = "mxfp8"
     with pytest.raises(ValueError, match=r"accepted: none, or key padding of the text"):
         processor(_attention(), *_inputs(), mask)
+
+
+def test_a_ragged_batch_of_prompts_equals_each_prompt_alone():
+    pipe = patch(hunyuan(), "mxfp8")
+    texts = [hunyuan_text(valid) for valid in (4, 10)]
+    latents = torch.randn(2, 4, 2, 4, 4, generator=torch.Generator().manual_seed(5))
+    together = run_hunyuan(pipe, latents=latents, **{name: torch.cat([text[name] for text in texts]) for name in texts[0]})
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(together[row:row + 1], run_hunyuan(pipe, latents=latents[row:row + 1], **text),
+                                   rtol=1e-4, atol=1e-4)

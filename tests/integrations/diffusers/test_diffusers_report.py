@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 from rich.console import Console
 from tiny_pipelines import WAN_BLOCKS, run_wan, wan
 
@@ -80,3 +81,13 @@ def test_an_unknown_expert_is_refused():
     run_wan(pipe)
     with pytest.raises(ValueError, match="expert: got 'low'; accepted: transformer"):
         report(pipe).grid("low")
+
+
+def test_blocks_that_a_cache_skips_are_reported_as_not_run():
+    pipe = wan(experts=1)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=100.0))
+    patch(pipe, "mxfp8")
+    run_wan(pipe, steps=3)
+    grid = report(pipe).grid()
+    assert grid[0] == ["mxfp8"] * WAN_BLOCKS
+    assert grid[2] == ["mxfp8"] + ["–"] * (WAN_BLOCKS - 1)
