@@ -137,3 +137,15 @@ def test_every_processor_stands_for_a_class_of_diffusers_with_the_same_parameter
     for name, ours in PROCESSORS.items():
         stock = next(getattr(module, name) for module in modules if hasattr(module, name))
         assert list(inspect.signature(ours.__call__).parameters) == list(inspect.signature(stock.__call__).parameters), name
+
+
+def test_ltx2_rows_that_skip_attention_and_rows_that_do_not_share_a_batch(monkeypatch):
+    monkeypatch.setattr(base, "attention", torch_attention)
+    pipe = FAMILIES["ltx-2"].make()
+    attn = pipe.transformer.transformer_blocks[0].attn1
+    tokens, mask = torch.randn(2, 9, 32), torch.tensor([0.0, 1.0])[:, None, None]
+    expected = attn(tokens, perturbation_mask=mask)
+    patch(pipe, "mxfp8")
+    attn.processor.recipe = "mxfp8"
+    assert torch.equal(attn(tokens, perturbation_mask=mask), expected)
+    assert attn.processor.ran == "mxfp8"
