@@ -106,6 +106,8 @@ def _plot(results: dict[str, Fidelity], path: Path) -> None:
     frames = {name: result for name, result in results.items() if isinstance(result, FrameFidelity)}
     if not frames:
         raise ValueError("--plot: got latents; accepted: with pictures only")
-    measures = {"PSNR (dB)": "psnr", "SSIM": "ssim", "flicker (dB)": "flicker"}
-    plots.save_series({title: {name: getattr(result, key) for name, result in frames.items()}
-                       for title, key in measures.items()}, path)
+    plots.save_series({
+        "PSNR (dB)": {name: (result.chosen, result.psnr) for name, result in frames.items()},
+        "SSIM": {name: (result.chosen, result.ssim) for name, result in frames.items()},
+        "flicker (dB)": {name: (range(1, len(result.flicker) + 1), result.flicker) for name, result in frames.items()},
+    }, path)

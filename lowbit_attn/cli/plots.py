@@ -22,7 +22,7 @@ def save_grids(grids: Mapping[str, Sequence[Sequence[str]]], path: Path) -> None
     figure = Figure(figsize=(8, 1.1 + len(grids) * max(1.2, 0.06 * blocks)), layout="constrained")
     for axes, (title, grid) in zip(figure.subplots(len(grids), 1, squeeze=False)[:, 0], grids.items(), strict=True):
         image = [[names.index(cell) for cell in column] for column in zip(*grid, strict=True)]
-        axes.pcolormesh(image, cmap=colors, norm=norm, edgecolors=BACKGROUND, linewidth=1)
+        axes.pcolormesh(image, cmap=colors, norm=norm, edgecolors=BACKGROUND, linewidth=1 if blocks <= _MAX_TICKS else 0.3)
         axes.invert_yaxis()
         steps, rows = _ticks(len(grid)), _ticks(len(image))
         axes.set(title=title, ylabel="block", xticks=[i + 0.5 for i in steps], xticklabels=list(steps),
@@ -33,15 +33,19 @@ def save_grids(grids: Mapping[str, Sequence[Sequence[str]]], path: Path) -> None
     figure.savefig(path, dpi=130, facecolor=BACKGROUND)
 
 
-def save_series(series: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+Line = tuple[Sequence[int], Sequence[float]]
+"""Frames, and a number of each."""
+
+
+def save_series(series: Mapping[str, Mapping[str, Line]], path: Path) -> None:
     """A PNG of numbers by frame: one panel per measure, one line per comparison."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 2.4 * len(series)), layout="constrained")
     panels = figure.subplots(len(series), 1, squeeze=False, sharex=True)[:, 0]
     for axes, (measure, lines) in zip(panels, series.items(), strict=True):
-        for name, values in lines.items():
-            axes.plot(values, marker=".", label=name)
+        for name, (numbers, values) in lines.items():
+            axes.plot(numbers, values, marker=".", label=name)
         axes.set_ylabel(measure)
         axes.grid(alpha=0.3)
         axes.legend()
