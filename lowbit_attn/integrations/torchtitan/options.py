@@ -20,7 +20,7 @@ class AttentionOptions:
     "[{blocks: {first: 2}, recipe: bf16}, {blocks: {last: 1}, recipe: bf16}]". A block is a layer; later rules win."""
 
     deterministic: bool = False
-    """Ask for a bitwise reproducible backward (also implied by debug.deterministic)."""
+    """Ask for a bitwise reproducible backward (also implied by debug.deterministic, which layers in bf16 need on a GPU)."""
 
     backend: str | None = None
     """Which implementation runs: None chooses; or "reference", "hopper", "triton", "cdna4"."""
