@@ -31,7 +31,7 @@ class Clock:
 
     On the scheduler instance it observes `set_timesteps` (a run begins), `step` (a step is over) and `set_begin_index` (the run
     starts late in its schedule). On the pipeline instance it observes what tells of a scheduler that was replaced since the last
-    run (`check_inputs`, a modular pipeline's `update_components`); `get_timesteps`, which says how many steps a `strength` below
+    run (`check_inputs`, a modular pipeline's `register_components`); `get_timesteps`, which says how many steps a `strength` below
     one leaves; and `maybe_free_model_hooks`, the last thing a call does.
     """
 
@@ -44,7 +44,7 @@ class Clock:
         self._order = 1
         self._pipe_taps = self._observe(pipe, {
             "check_inputs": (self.follow, None),
-            "update_components": (None, lambda result: self.follow()),
+            "register_components": (None, lambda result: self.follow()),
             "get_timesteps": (None, self._shortened),
             "maybe_free_model_hooks": (self._finish, None),
         })

@@ -14,6 +14,7 @@ from lowbit_attn.integrations.diffusers.adapters import Adapter, Site, adapter_f
 from lowbit_attn.integrations.diffusers.clock import Clock
 from lowbit_attn.integrations.diffusers.observe import Stopwatch, observe_forwards
 from lowbit_attn.integrations.diffusers.processors import PROCESSORS, LowBitProcessor, counterpart
+from lowbit_attn.integrations.diffusers.processors.base import RESTING
 from lowbit_attn.integrations.diffusers.record import Call, RunReport
 from lowbit_attn.recipes import UNQUANTIZED
 from lowbit_attn.schedules import UNCHANGED, BoundSchedule, Layout, PrecisionSchedule
@@ -112,6 +113,7 @@ class Session:
         kind = counterpart(stock)
         assert kind is not None
         processor = kind(stock, f"{expert} {site.place.name}", self._plan.schedule.attention.on_unsupported)
+        processor.recipe, processor.outside = RESTING, self._called_outside
         site.module.set_processor(processor)
         return processor
 
@@ -128,9 +130,9 @@ class Session:
             self._stopwatch.remove()
         for restore in self._restore:
             restore()
-        self._rest()
         for installed in self._installed.values():
             for _, site, processor in installed:
+                processor.recipe, processor.outside = UNQUANTIZED, None
                 if site.module.processor is processor:  # someone may have set another one since
                     site.module.set_processor(processor.stock)
 
@@ -200,7 +202,7 @@ class Session:
 
     def _rest(self) -> None:
         for processor in self.processors():
-            processor.recipe, processor.ran, processor.fell_back = UNQUANTIZED, None, None
+            processor.recipe, processor.ran, processor.fell_back = RESTING, None, None
             processor.eager_calls.clear()
 
     # What the models' forwards tell.
@@ -209,12 +211,16 @@ class Session:
     def _forward(self, expert: str) -> Iterator[None]:
         self._clock.follow(mid_run=True)  # the scheduler may have been replaced since the last call
         if not self._clock.running:
-            self._warn("model called outside a run: pipe.scheduler is not between set_timesteps and its last step, so "
-                       "attention is unchanged. A second pipeline that shares this model must share its scheduler too")
+            self._called_outside()
         try:
             yield
         finally:
             self._collect(expert)
+
+    def _called_outside(self) -> None:
+        self._warn("model called outside a run: pipe.scheduler is not between set_timesteps and its last step, so attention is "
+                   "unchanged. A second pipeline that shares this model must share its scheduler too; a modular pipeline is "
+                   "given another scheduler by update_components")
 
     def _collect(self, expert: str) -> None:
         for _, site, processor in self._installed[expert]:

@@ -20,6 +20,7 @@ from family_pipelines import (
 from tiny_pipelines import WAN_BLOCKS, hunyuan, run_hunyuan, run_wan, wan, wan_scheduler, wan_transformer
 
 from lowbit_attn.integrations.diffusers import patch, report, unpatch
+from lowbit_attn.integrations.diffusers.processors.base import STOCK
 
 ENDS = {"version": 1, "name": "ends", "attention": {"default": "fused_mxfp4", "rules": [
     {"steps": {"first": 1}, "recipe": "fused_mxfp6"}, {"steps": {"last": 1}, "recipe": "mxfp8"}]}}
@@ -219,7 +220,7 @@ def test_strength_with_a_second_order_scheduler_counts_steps_and_not_calls():
 
 def _low_bit(pipe) -> bool:
     """Whether a call of the model now, outside a run, would be in low bits."""
-    return any(block.attn1.processor.recipe != "bf16" for block in pipe.transformer.blocks)
+    return any(block.attn1.processor.recipe not in STOCK for block in pipe.transformer.blocks)
 
 
 def test_the_run_of_a_heun_scheduler_ends():
@@ -266,6 +267,14 @@ def test_a_scheduler_replaced_in_a_pipeline_without_cache_context_is_followed():
     assert _steps_ran(pipe) == _expected(4)
 
 
+def test_a_modular_scheduler_replaced_behind_the_pipelines_back_says_so():
+    pipe = patch(wan_modular(), ENDS)
+    pipe.scheduler = wan_scheduler(flow_shift=12.0)
+    with pytest.warns(UserWarning, match="outside a run.*given another scheduler by update_components"):
+        run_wan_modular(pipe, steps=4)
+    assert _steps_ran(pipe) == []
+
+
 def test_minimax_h3_follows_the_video_scheduler():
     pipe = patch(minimax_h3(), ENDS)
     ticks = []
@@ -278,7 +287,7 @@ def test_minimax_h3_follows_the_video_scheduler():
     pipe.audio_scheduler.step = counted
     run_minimax_h3(pipe, steps=3)
     assert _steps_ran(pipe) == _expected(3)
-    assert ticks == ["fused_mxfp4", "mxfp8", "bf16"]  # of the next step: only the video scheduler moved the clock
+    assert ticks == ["fused_mxfp4", "mxfp8", "resting"]  # of the next step: only the video scheduler moved the clock
 
 
 def test_a_run_inside_a_run_of_another_pipeline_disturbs_neither():

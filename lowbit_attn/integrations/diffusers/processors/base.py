@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -10,7 +11,10 @@ from lowbit_attn.api import attention
 from lowbit_attn.integrations.diffusers.processors.parallel import attend_across_ranks
 from lowbit_attn.recipes import UNQUANTIZED
 
-STOCK = (UNQUANTIZED, "unchanged")
+RESTING = "resting"
+"""The recipe between runs."""
+
+STOCK = (UNQUANTIZED, "unchanged", RESTING)
 """Recipes that are the stock processor's."""
 
 
@@ -28,6 +32,7 @@ class LowBitProcessor:
         ran: recipe of the last call, set to None by whoever reads it.
         fell_back: with `on_unsupported="unchanged"`, why the last call ran in the stock processor instead of its recipe.
         eager_calls: calls since the last look by recipe, in eager code.
+        outside: what to do when a call comes between runs, in eager code.
     """
 
     builds_key_padding: ClassVar[bool] = False
@@ -41,6 +46,10 @@ class LowBitProcessor:
         self.ran: str | None = None
         self.fell_back: str | None = None
         self.eager_calls: Counter[str] = Counter()
+        self.outside: Callable[[], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "outside": None}  # a copy of the model does not speak for the pipeline
 
     # diffusers sets these on whatever processor a module has; they belong to the stock one.
     @property
@@ -66,6 +75,8 @@ class LowBitProcessor:
     def runs_stock(self, query_source: torch.Tensor, mask: torch.Tensor | None, keys: int) -> bool:
         """Whether this call is the stock processor's; records what runs. `keys` is the length of the key sequence."""
         if self.recipe in STOCK:
+            if not torch.compiler.is_compiling() and self.recipe == RESTING and self.outside is not None:
+                self.outside()
             self._record(UNQUANTIZED)
             return True
         problem = self.mask_problem(mask, query_source.shape[0], keys)
