@@ -41,6 +41,7 @@ class StepRecord:
         loss: mean over the step's tokens and all ranks, as torchtitan logs it.
         grad_norm: before clipping.
         seconds: wall time of the step.
+        peak_memory_gib: of this device since the previous logged step; 0 on a CPU, where torchtitan measures none.
         validation_loss: of the validation that followed the step, if one did.
     """
 
@@ -48,6 +49,7 @@ class StepRecord:
     loss: float
     grad_norm: float
     seconds: float
+    peak_memory_gib: float = 0.0
     validation_loss: float | None = None
 
 
@@ -70,7 +72,10 @@ class RecordingTrainer(Trainer):
 
     def _record(self, step: int, global_avg_loss: float, global_max_loss: float, grad_norm: float,
                 extra_metrics: dict[str, Any] | None = None) -> None:
-        record = StepRecord(step, float(global_avg_loss), float(grad_norm), time.perf_counter() - self._step_began)
+        seconds = time.perf_counter() - self._step_began
+        # Read first: logging resets the peak.
+        peak = max(0.0, self.metrics_processor.device_memory_monitor.get_peak_stats().max_active_gib)
+        record = StepRecord(step, float(global_avg_loss), float(grad_norm), seconds, peak)
         self._log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         self.records.append(record)
         if self._on_step is not None:

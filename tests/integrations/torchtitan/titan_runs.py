@@ -1,5 +1,6 @@
 """Tiny runs of torchtitan's own trainer in whichever release line is installed, and counting of our operators in them."""
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ CONFIG = CONFIGS / "torchtitan-llama3-debug-mxfp8.toml"
 VARLEN_FORWARD = "lowbit_attn.varlen_attention_forward.default"
 VARLEN_BACKWARD = "lowbit_attn.varlen_attention_backward.default"
 LAYERS = 2
+DEVICE = os.environ.get("TITAN_TEST_DEVICE", "cpu")
+"""Where `run` trains: "cpu", or "accelerator" for the tests of a machine that has one."""
 
 
 class OpCalls(TorchDispatchMode):
@@ -47,7 +50,7 @@ def run(out_dir: Path, *, steps: int = 2, seq_len: int = 96, checkpointing: str 
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     build = _config_v02 if LINE == "0.2" else _config_v03
     config = build(flavor, out_dir, dotted, options or {}, checkpointing, str(dataset_path) if dataset_path else None, dataset)
-    return train(config, on_step=on_step, device="cpu")
+    return train(config, on_step=on_step, device="cpu" if DEVICE == "cpu" else None)
 
 
 def _config_v02(flavor: str, out_dir: Path, settings: dict[str, Any], options: dict[str, Any], checkpointing: str,

@@ -1,4 +1,4 @@
-"""One of two gloo processes, or the only one: trains scenarios with torchtitan's trainer and writes the losses as JSON.
+"""One of two processes (gloo; nccl on GPUs): trains scenarios with torchtitan's trainer and writes the losses as JSON.
 
     python two_ranks.py OUT RANK PORT...      one port per scenario
 
@@ -8,6 +8,8 @@ Initial weights come from a checkpoint: sharded tensors on a CPU draw other rand
 import json
 import os
 import random
+import socket
+import subprocess
 import sys
 import time
 from importlib import import_module
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from titan_runs import LINE, run
@@ -38,6 +41,10 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 if LINE == "0.2":  # 0.3.x refuses pipelines
     SCENARIOS["pp"] = ({**PP, "flavor": "tiny_sdpa"}, {"checkpointing": "none", "flavor": "tiny_sdpa"})
+
+
+RELATIVE = {**dict.fromkeys(SCENARIOS, 2e-4), "tp bfloat16": 3e-3}
+"""One process rounds activations to bfloat16 where two keep float32 (0.2.x); elsewhere only sums are in another order."""
 
 
 def rows(count: int) -> list[str]:
@@ -78,6 +85,41 @@ def save_weights(out_dir: Path) -> None:
         run(out_dir / flavor, steps=1, seq_len=SEQ_LEN, dataset="rows", flavor=flavor, options={"recipe": "bf16"},
             checkpoint__enable=True, **BACKEND)
         (out_dir / flavor / "checkpoint" / "step-1").rename(out_dir / f"weights-{flavor}")
+
+
+def _free_ports(count: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _two_processes(out: Path) -> dict[str, list[float]]:
+    """Losses of every scenario, of the rank whose log has them."""
+    ports = _free_ports(len(SCENARIOS))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [subprocess.Popen([sys.executable, __file__, str(out), str(rank), *ports], env=environment,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(2)]
+    output = [each.communicate(timeout=300)[0] for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0], "\n".join(text[-3000:] for text in output)
+    found = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+    last_stage = {name: losses for name, losses in found[1].items() if name == "pp"}  # which alone knows the loss
+    return {**found[0], **last_stage}
+
+
+def compare(out: Path, relative: dict[str, float]) -> None:
+    """Two processes give the losses of one, within a relative tolerance for each scenario."""
+    save_weights(out)
+    two = _two_processes(out)
+    assert list(two) == list(SCENARIOS)
+    for scenario, found in two.items():
+        one = losses(out, SCENARIOS[scenario][1])
+        assert len(one) == STEPS
+        assert one[-1] < one[0]
+        assert found == pytest.approx(one, rel=relative[scenario]), scenario
 
 
 def main(out: str, rank: str, ports: list[str]) -> None:
