@@ -83,9 +83,11 @@ def _check(schedule: str, recipe: str) -> PrecisionSchedule:
     try:
         plan = load(shipped.find_schedule(schedule))
         extras.require("demo", [name for extra in ("torchtitan", "diffusers", "demo") for name in extras.EXTRAS[extra]])
-        from lowbit_attn.integrations.torchtitan import AttentionOptions
-        from lowbit_attn.integrations.torchtitan.options import check_options, training_recipes
+        from lowbit_attn.integrations.torchtitan.options import AttentionOptions, check_options, training_recipes
+        from lowbit_attn.integrations.torchtitan.versions import release_line
 
+        if release_line() != "0.2":
+            raise ImportError(f"torchtitan: found {release_line()}.x; the demo accepts: 0.2.x from 0.2.2")
         if canonical_text(recipe) == UNQUANTIZED:
             accepted = [name for name in training_recipes() if name != UNQUANTIZED]
             raise ValueError(f"--recipe: got {recipe!r}, which trains anyway, as the baseline; accepted: {', '.join(accepted)}")

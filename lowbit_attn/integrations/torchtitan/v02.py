@@ -160,6 +160,8 @@ class LowbitConverter:
         function = inspect.unwrap(get_train_spec(self.job_config.model.name).parallelize_fn)
         saved = getattr(sys.modules[function.__module__], "_op_sac_save_list", None)
         checkpoint = self.job_config.activation_checkpoint
+        if checkpoint.mode == "memory_budget":
+            logger.warning(startup.MEMORY_BUDGET)
         if saved is None and checkpoint.mode == "selective" and checkpoint.selective_ac_option == "op":
             raise ValueError(f"activation_checkpoint.selective_ac_option: got 'op', but {function.__module__} has no list of "
                              "saved operators to join; lowbit_attn accepts: a layer frequency, or mode 'full' or 'none'")

@@ -189,6 +189,8 @@ def _check_settings(settings: dict[str, Any], parallel_dims: Any) -> None:
     if checkpointing is not None and "force_recompute_mm_shapes_by_fqns" in checkpointing and f"{_HOME}.sac" not in active:
         logger.warning(f"{_HOME}.sac is not among override.imports. Unless the activation checkpointing policy saves "
                        "torch.ops.lowbit_attn.varlen_attention_forward.default itself, the backward runs attention's forward again")
+    if checkpointing is not None and "memory_budget" in checkpointing:
+        logger.warning(startup.MEMORY_BUDGET)
     if utils.device_type != "cpu" and not hasattr(torch.distributed, "set_timeout"):
         raise RuntimeError(f"torch: found {torch.__version__}, which has no torch.distributed.set_timeout; torchtitan 0.3.x calls "
                            "it after the first step; accepted: a torch that has it (2.14)")

@@ -99,6 +99,13 @@ def test_a_train_spec_with_other_metrics_cannot_hold_the_probe(on_cpu: None, mon
     assert "recipes will not be in the metrics log" in caplog.text
 
 
+def test_a_memory_budget_that_may_run_the_forward_twice_is_named(on_cpu: None, caplog: pytest.LogCaptureFixture) -> None:
+    ours = converter()
+    ours.job_config.activation_checkpoint.mode = "memory_budget"
+    ours.convert(build_model("llama3_bytes", "tiny", device="meta"))
+    assert "a memory budget lets the compiler run attention's forward again" in caplog.text
+
+
 def test_a_document_longer_than_its_row(on_cpu: None) -> None:
     model = build_model("llama3_bytes", "tiny")
     converter().convert(model)

@@ -10,7 +10,7 @@ import torch
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import OverrideConfig
 from torchtitan.config.override import apply_overrides
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC, SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 from lowbit_attn.integrations.torchtitan import AttentionOptions, enable, v03
@@ -103,6 +103,9 @@ def test_checkpointing_that_would_run_the_forward_twice_is_named(tmp_path: Path,
     config.override.imports = [f"{HOME}.varlen_attention", f"{HOME}.metrics"]
     v03._check_settings(config.to_dict(), SimpleNamespace(cp=1, pp=1))
     assert "v03.sac is not among override.imports" in caplog.text
+    config.activation_checkpoint = MemoryBudgetAC.Config()
+    v03._check_settings(config.to_dict(), SimpleNamespace(cp=1, pp=1))
+    assert "a memory budget lets the compiler run attention's forward again" in caplog.text
 
 
 def _config_of(model: str, flavor: str, backend: str) -> Any:
