@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_attn.ops.registration import refuse_forward_mode_and_func, refuse_vmap
+
 OBSERVED_TOKENS = 1024
 """Tokens kept of what passes: the first of a packed row, or of the first batch item."""
 
@@ -68,6 +70,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
 
 
 _observe.register_autograd(_backward, setup_context=_setup_context)
+refuse_forward_mode_and_func(_observe)
+refuse_vmap(_observe)
 
 
 def observe(x: Tensor, cu_seq: Tensor | None, number: int, name: str) -> Tensor:
