@@ -16,8 +16,8 @@ from lowbit_attn.ops.observe import new_record
 from lowbit_attn.ops.validation import MAX_HEAD_DIM
 
 MASTER_DTYPES = ("float32", "bfloat16")
-MEMORY_BUDGET = ("activation_checkpoint: a memory budget lets the compiler run attention's forward again in the backward; selective "
-                 "checkpointing saves its output")
+MEMORY_BUDGET = ("activation_checkpoint: a memory budget lets the compiler run attention's forward again in the backward; "
+                 "selective checkpointing saves its output")
 
 
 @dataclass(frozen=True)
@@ -105,4 +105,5 @@ class DocumentCheck:
             torch._dynamo.maybe_mark_dynamic(cu_seq, 0)
 
 
-__all__ = ["MEMORY_BUDGET", "DocumentCheck", "Heads", "assign", "check_context_parallel", "check_heads", "check_precision", "try_once"]
+__all__ = ["MEMORY_BUDGET", "DocumentCheck", "Heads", "assign", "check_context_parallel", "check_heads",
+           "check_precision", "try_once"]
