@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from lowbit_attn.kernels.hopper.compat import barrier, copy_async
+from lowbit_attn.kernels.hopper.inline import lower_half, pack_e4m3, upper_half
 
 ROWS = gl.constexpr(128)
 """Tokens of a tile."""
@@ -131,19 +132,12 @@ def _start(x, document, first, head, strides, valid, CHANNEL: gl.constexpr, SIZE
 
 
 @gluon.jit
-def _half(word, SIDE: gl.constexpr):
-    """The lower or upper fp16 of each word as fp32."""
-    return gl.inline_asm_elementwise("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, " + SIDE + "; }", "=f,r", [word],
-                                     dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _values(word, DTYPE: gl.constexpr):
     """Even and odd channels of words [128, n], in fp32: two of a word, or one each of two words."""
     if DTYPE == "bf16":
         even, odd = (word << 16).to(gl.float32, bitcast=True), (word & -65536).to(gl.float32, bitcast=True)
     elif DTYPE == "fp16":
-        even, odd = _half(word, "l"), _half(word, "h")
+        even, odd = lower_half(word), upper_half(word)
     else:
         even, odd = gl.split(gl.reshape(word.to(gl.float32, bitcast=True), [ROWS, word.shape[1] // 2, 2]))
     return even, odd
@@ -243,20 +237,12 @@ def power(code):
 
 
 @gluon.jit
-def _e4m3(a, b, c, d):
-    """Four fp32 -> four codes in one word; saturates, NaN -> 0x7F."""
-    return gl.inline_asm_elementwise("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; "
-                                     "cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; mov.b32 $0, {l, h}; }",
-                                     "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _codes(even, odd, factor):
     """Channels [128, n] each times factor [128] -> code words [128, n / 2]."""
     WORDS: gl.constexpr = even.shape[1] // 2
     a, c = gl.split(gl.reshape(even * along(factor, even), [ROWS, WORDS, 2]))
     b, d = gl.split(gl.reshape(odd * along(factor, odd), [ROWS, WORDS, 2]))
-    return _e4m3(a, b, c, d)
+    return pack_e4m3(a, b, c, d)
 
 
 @gluon.jit
@@ -332,7 +318,7 @@ def _encoded(buffer, even, odd, factor, ROTATE: gl.constexpr, DTYPE: gl.constexp
 
 @gluon.jit
 def quantize(x, document, first, head, strides, valid, top_exponent, top_fraction, D: gl.constexpr, ROTATE: gl.constexpr,
-              PER_TOKEN: gl.constexpr, MODE: gl.constexpr, DTYPE: gl.constexpr):
+             PER_TOKEN: gl.constexpr, MODE: gl.constexpr, DTYPE: gl.constexpr):
     """Code words of channels 0 .. part(D) and of the rest (head_dim 96; else the same again), scale code of each token."""
     SIZE: gl.constexpr = part(D)
     HALVES: gl.constexpr = halves_of(D)
@@ -360,7 +346,7 @@ def quantize(x, document, first, head, strides, valid, top_exponent, top_fractio
 
 @gluon.jit
 def store_saved(codes, scales, words, words2, code, row, document, token, head, heads, scale_document, scale_head, stored,
-                 D: gl.constexpr):
+                D: gl.constexpr):
     """Codes and scale codes of `stored` tokens from row `token` of [tokens, heads, D] on."""
     SIZE: gl.constexpr = part(D)
     _store_codes(codes, words, token, head, heads, stored, 0, D)
