@@ -116,8 +116,8 @@ class Recipe:
         p_grad_log2_scale: the same for the P of dV.
         v_exponent: "operand" if the GEMM applies V's block scales; "running" if they are folded into P relative to a
             reference exponent that runs with the key loop, raised only by keys that the row sees.
-        q_top, k_top: bounds of the scaled block maxima below the largest code, 0 for none. k_top shrinks as 128 / head_dim
-            above 128, so that |q . k| keeps its bound.
+        q_top, k_top: bounds of the scaled block maxima below the largest code, 0 for none. k_top halves above
+            head_dim 128, so that |q . k| keeps its bound.
         score_accumulator: "fp32", or "fp16": the code products are rounded to fp16 after every 32 channels.
     Softmax:
         row_sum: denominators from fp32 P ("exact") or from the rounded P ("quantized": MXAttention's PNQ, Fused-Softmax 4.4).

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_attn.ops import validation
+from lowbit_attn.ops import hopper, validation
+from lowbit_attn.ops.dispatch import warn_backward
 from lowbit_attn.ops.registration import (
     refuse_double_backward,
     refuse_forward_mode_and_func,
@@ -60,6 +61,9 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, key_lengths: Te
     _check(query, key, value, key_lengths, parsed, is_causal)
     if key_lengths is not None:
         validation.check_key_lengths_values(key_lengths, key.shape[1])
+    if backend == "hopper":
+        return hopper.forward(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]
+                              bottom_right=bottom_right, key_lengths=key_lengths)
     visibility = _visibility(query, key.shape[1], key_lengths, is_causal, bottom_right)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     result = forward(q, k, v, parsed, visibility, scale=scale, save=save)
@@ -85,6 +89,7 @@ def attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Ten
                        seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, [B, S, H, D] in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
+    warn_backward(parsed, backend)
     saved = unflatten_saved([q_codes, q_scales, k_codes, k_scales, v_codes, v_scales], parsed, packed=False)
     visibility = _visibility(output, k_codes.shape[1], key_lengths, is_causal, bottom_right)
     grads = backward(grad_output.transpose(1, 2), grad_lse, saved, output.transpose(1, 2), lse, parsed, visibility, scale=scale,

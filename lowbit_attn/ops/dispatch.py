@@ -4,10 +4,12 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 
 import torch
 
-from lowbit_attn.recipes import Recipe, resolve
+from lowbit_attn.recipes import KEY_TILE as TILE
+from lowbit_attn.recipes import Operand, Recipe, resolve
 
 
 class LowbitFallbackWarning(UserWarning):
@@ -45,10 +47,27 @@ def _kernels_missing(architectures: tuple[str, ...]) -> Callable[[Recipe, Device
     return refusal
 
 
+def _hopper_refusal(recipe: Recipe, device: Device) -> str | None:
+    """What the kernels of `kernels.hopper.attention` compute: token blocks, V folded into P, two kinds of softmax."""
+    if device.architecture != "sm_90":
+        return f"needs sm_90, this device is {device}"
+    if find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
+    effective = recipe.effective()
+    softmax = (effective.exponential, effective.row_sum, effective.score_accumulator)
+    accepted = {("exact", "exact", "fp32"), ("direct_u8", "quantized", "fp16")}
+    tokens = Operand("e4m3", "token_block")
+    if (effective.qk, effective.v, effective.p) != (tokens, tokens, Operand("e4m3", "fixed")) or effective.v_exponent != "running":
+        return f"its kernels take token-block E4M3 operands with V's scales folded into P; {recipe.canonical} has others"
+    if softmax not in accepted or effective.maximum != "lazy" or effective.q_prescale or effective.key_tile != TILE:
+        return f"its kernels have no softmax like that of {recipe.canonical}"
+    return None
+
+
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("hopper", "fp8 tensor cores", _kernels_missing(("sm_90",))),
+        Backend("hopper", "fp8 tensor cores", _hopper_refusal),
         Backend("cdna4", "MX matrix cores", _kernels_missing(("gfx950",))),
         Backend("triton", "block-scaled matrix units", _kernels_missing(("sm_100", "sm_103", "gfx950"))),
         Backend("reference", "emulated: PyTorch operations in float32 on quantized values", lambda recipe, device: None),
@@ -97,6 +116,13 @@ def explain(recipe: Recipe, device: Device) -> Explanation:
 @lru_cache(maxsize=256)
 def _warn_once(text: str) -> None:
     warnings.warn(text, LowbitFallbackWarning, stacklevel=4)
+
+
+def warn_backward(recipe: Recipe, backend: str) -> None:
+    """Say once that a kernel's forward is followed by the reference's backward."""
+    if backend != "reference":
+        _warn_once(f"lowbit_attn: the backward of {recipe.name} after backend {backend!r} runs the PyTorch reference in this version: "
+                   "exact numbers, no speed.")
 
 
 def choose(recipe_text: str, device: torch.device, requested: str | None) -> str:

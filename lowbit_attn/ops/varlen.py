@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_attn.ops import validation
+from lowbit_attn.ops import hopper, validation
 from lowbit_attn.ops.dense import Outputs, require_causal, require_trainable
+from lowbit_attn.ops.dispatch import warn_backward
 from lowbit_attn.ops.registration import (
     refuse_double_backward,
     refuse_forward_mode_and_func,
@@ -39,6 +40,9 @@ def varlen_attention_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_q
     _check(query, key, value, cu_seq_q, cu_seq_k, parsed, is_causal)
     validation.check_cu_seq_values("cu_seq_q", cu_seq_q, query.shape[0], max_q)
     validation.check_cu_seq_values("cu_seq_k", cu_seq_k, key.shape[0], max_k)
+    if backend == "hopper":
+        return hopper.forward(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]
+                              cu_seq=(cu_seq_q, cu_seq_k))
     result = varlen_forward(query, key, value, cu_seq_q, cu_seq_k, parsed, is_causal=is_causal, scale=scale, save=save)
     saved = flatten_saved(result.saved, packed=True) if result.saved else empty_saved(query, key, value, parsed, False)
     return (result.output.to(query.dtype).contiguous(), result.lse.contiguous(), *saved)  # type: ignore[return-value]
@@ -62,6 +66,7 @@ def varlen_attention_backward(grad_output: Tensor, grad_lse: Tensor | None, outp
                        seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of packed query, key and value in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
+    warn_backward(parsed, backend)
     saved = unflatten_saved([q_codes, q_scales, k_codes, k_scales, v_codes, v_scales], parsed, packed=True)
     grads = varlen_backward(grad_output, grad_lse, saved, output, lse, cu_seq_q, cu_seq_k, parsed, is_causal=is_causal,
                             scale=scale, seed=seed)

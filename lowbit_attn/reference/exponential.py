@@ -28,6 +28,9 @@ SIGMA = 0.0573
 DIRECT_OFFSET = 0.4584
 """8 * SIGMA: the same offset in units of one E4M3 code."""
 
+DIRECT_UNIT = 8.0 / 126.0
+"""Unit of the scores that `direct_codes` takes: a doubling is 8 codes, and 1 is the largest finite code, 126."""
+
 MITCHELL_DELTA = math.log2(1.25) - 0.25
 """log2(1.25) - 0.25 centres Mitchell's error (FLAMIA C.1)."""
 
@@ -84,7 +87,23 @@ def mitchell(x: Tensor, window: int) -> Tensor:
     return torch.where(x == -torch.inf, 0.0, value)
 
 
-def direct_codes(log2_code_value: Tensor) -> Tensor:
-    """E4M3 codes of 2^y straight from y, in fp16 arithmetic: round(8 (y + 7) - 0.4584), clamped to 0..126. uint8."""
-    code = ((log2_code_value + 7.0) * 8.0 - DIRECT_OFFSET).half().float()
-    return torch.round(torch.nan_to_num(code, nan=0.0, neginf=0.0).clamp(0.0, 126.0)).to(torch.uint8)
+def direct_base(maximum: Tensor, log2_code_value: float) -> Tensor:
+    """The float16 offset that takes the row's maximum (in DIRECT_UNIT) to the code of 2^log2_code_value."""
+    return _half((8.0 * (log2_code_value + 7.0) - DIRECT_OFFSET) / 126.0 - maximum)
+
+
+def direct_codes(scores: Tensor, base: Tensor, log2_fold: Tensor | float) -> Tensor:
+    """E4M3 codes of 2^(x + fold) straight from scores x in DIRECT_UNIT, in float16 arithmetic: uint8.
+
+    `scores` holds exact products of float16 numbers; `base` is `direct_base`. Added to them, rounded once (a fused
+    multiply-add), clamped to 0..1, times 126, rounded to a code. A NaN becomes code 0: row maxima carry it.
+    """
+    fold = _half(torch.as_tensor(log2_fold, device=scores.device) * DIRECT_UNIT)
+    offset = _half(base + fold.to(base.dtype))
+    clamped = _half(scores + offset).clamp(0.0, 1.0)
+    return torch.round(torch.nan_to_num(_half(clamped * 126.0 + 1024.0) - 1024.0, nan=0.0)).to(torch.uint8)
+
+
+def _half(x: Tensor) -> Tensor:
+    """x rounded to float16, in x's dtype."""
+    return x.half().to(x.dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit_attn.recipes import Recipe
 from lowbit_attn.reference.masks import Segment, Visibility, key_tiles, row_chunks
 from lowbit_attn.reference.operands import ForwardOperands, Saved, forward_operands, score_factor
-from lowbit_attn.reference.softmax import RowState, ValueTile
+from lowbit_attn.reference.softmax import RowState, ValueTile, score_unit
 from lowbit_attn.reference.stats import Stats
 
 
@@ -42,7 +42,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, visibilit
         key, value = (torch.where(valid, x, 0.0) for x in (key, value))
     counters = Stats() if stats else None
     operands = forward_operands(query, key, value, recipe, scale, save=save, stats=counters)
-    output, lse = _attend(operands, recipe, visibility, score_factor(recipe, scale), counters)
+    output, lse = _attend(operands, recipe, visibility, score_factor(recipe, scale) * score_unit(recipe), counters)
     return Forward(output, lse, operands.saved, counters)
 
 
@@ -82,6 +82,7 @@ class _Scores:
 
     def __init__(self, operands: ForwardOperands, recipe: Recipe, factor: float, groups: int) -> None:
         self.operands, self.half, self.factor, self.groups = operands, recipe.score_accumulator == "fp16", factor, groups
+        self.direct = recipe.exponential == "direct_u8"
 
     def __call__(self, rows: range, tile: range) -> Tensor:
         q = grouped(self.operands.q, self.groups)[..., rows.start:rows.stop, :]
@@ -94,7 +95,9 @@ class _Scores:
             total = (total + score_product(q[..., start:start + 32], k[..., start:start + 32])).half().to(q.dtype)
         q_exponent = grouped(self.operands.q_exponent, self.groups)[..., rows.start:rows.stop, None]
         k_exponent = self.operands.k_exponent[:, :, None, None, tile.start:tile.stop]
-        return total * (torch.exp2(q_exponent + k_exponent) * self.factor)
+        factor = torch.exp2(q_exponent + k_exponent) * self.factor
+        # Codes computed directly take the factor in float16; products of two float16 are exact in float32.
+        return total * (factor.half().to(factor.dtype) if self.direct else factor)
 
 
 def grouped(x: Tensor, groups: int) -> Tensor:

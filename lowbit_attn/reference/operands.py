@@ -44,8 +44,8 @@ def score_factor(recipe: Recipe, scale: float) -> float:
 
 
 def operand_tops(recipe: Recipe, head_dim: int) -> tuple[float | None, float | None]:
-    """Bounds of the scaled block maxima of Q and K, or None; K's shrinks above head_dim 128 so that |q . k| keeps its bound."""
-    return recipe.q_top or None, recipe.k_top * min(1.0, 128 / head_dim) or None
+    """Bounds of the scaled block maxima of Q and K, or None; K's halves above head_dim 128 so that |q . k| keeps its bound."""
+    return recipe.q_top or None, recipe.k_top * (1.0 if head_dim <= 128 else 0.5) or None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The running state of one chunk of query rows: maximum, row sum and output, and how a score tile updates them.
 
 Shapes: N batch items, H key/value heads, G query heads each, R rows, T keys of the tile, D channels. A state tensor is
-[N, H, G, R, 1] or [N, H, G, R, D]; scores X are base two (X = scale log2(e) q.k), -inf where masked.
+[N, H, G, R, 1] or [N, H, G, R, D]; scores X are base two (X = scale log2(e) q.k) in `score_unit`, -inf where masked.
 """
 
 import math
@@ -16,6 +16,17 @@ from lowbit_attn.recipes import Recipe
 from lowbit_attn.reference import exponential
 from lowbit_attn.reference.operands import round_operand
 from lowbit_attn.reference.stats import Stats
+
+SHARED_FOLD = -4.0
+"""Down to this fold of V's exponent, the directly computed codes that P V uses also make up the row sum."""
+
+BROKEN_EXPONENT = 128.0
+"""The exponent of a block of V that holds NaN or Inf."""
+
+
+def score_unit(recipe: Recipe) -> float:
+    """Doublings per unit of the scores: codes computed directly take them in `exponential.DIRECT_UNIT`."""
+    return exponential.DIRECT_UNIT if recipe.exponential == "direct_u8" else 1.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,8 @@ class RowState:
     def __init__(self, recipe: Recipe, shape: tuple[int, int, int, int], channels: int, like: Tensor,
                  stats: Stats | None = None) -> None:
         self.recipe, self.stats = recipe, stats
+        self.direct = recipe.exponential == "direct_u8"
+        self.unit = score_unit(recipe)
         column = (*shape, 1)
         self.maximum = like.new_full(column, -torch.inf)
         self.row_sum = like.new_zeros(column)
@@ -52,12 +65,18 @@ class RowState:
         part = (..., rows, slice(None))
         old = self.maximum[part]
         tile_maximum = scores.amax(-1, keepdim=True)
+        if self.direct:
+            tile_maximum = tile_maximum.half().to(scores.dtype)
         exceeded, new = self._raised(old, tile_maximum)
         # -inf - -inf is NaN: a row that has seen nothing has nothing to rescale.
-        decay = torch.where(old == -torch.inf, 0.0, torch.exp2(old - new))
+        decay = torch.where(old == -torch.inf, 0.0, torch.exp2((old - new) / self.unit))
         # Integer casts in the approximate exponentials lose NaN, and Inf has no score relative to it; the row sum carries both.
         poison = torch.where(tile_maximum < torch.inf, 0.0, torch.nan).to(decay.dtype)
         log2_fold, lift = self._fold(tile, visible, part)
+        if tile.running and tile.exponent is not None:
+            # A kernel folds V's exponent into P, so a broken V breaks the row sum too.
+            broken = tile.exponent == BROKEN_EXPONENT
+            poison = torch.where((broken if visible is None else broken & visible).any(-1, keepdim=True), torch.nan, poison)
         rounded, weights = self._weights(scores, new, log2_fold)
         self.row_sum[part] = self.row_sum[part] * decay + weights.sum(-1, keepdim=True) + poison
         self.output[part] = self.output[part] * (decay * lift) + _product(rounded, tile.value, visible)
@@ -73,7 +92,7 @@ class RowState:
         if recipe.maximum == "online":
             return tile_maximum > old, torch.maximum(old, tile_maximum)
         if recipe.maximum == "lazy":
-            exceeded = tile_maximum - old > recipe.max_threshold
+            exceeded = tile_maximum - old > recipe.max_threshold * self.unit
             return exceeded, torch.where(exceeded, tile_maximum, old)
         if recipe.exponential == "schraudolph_u16":
             # The gate compares affine coordinates, which is what the hardware has (Fused-Softmax, algorithm 1).
@@ -105,16 +124,15 @@ class RowState:
         """P as the PV GEMM sees it (folded), and the weights that the row sum adds up.
 
         A quantized row sum adds up P rounded without V's exponents: the fold may take a key with a tiny V below the smallest
-        code, which costs the output nothing, but a denominator must not depend on V.
+        code, which costs the output nothing, but a denominator must not depend on V. Codes computed directly serve both down
+        to a fold of SHARED_FOLD; below, the sum takes them folded by that much only.
         """
         recipe = self.recipe
+        if self.direct:
+            return self._direct_weights(scores, maximum, log2_fold)
         affine = recipe.exponential == "schraudolph_u16"
         relative = scores if affine else scores.sub_(torch.where(maximum == -torch.inf, 0.0, maximum))
         constant = recipe.p_log2_scale if recipe.p.layout == "fixed" else 0.0
-        if recipe.exponential == "direct_u8":
-            rounded = self._direct(relative, log2_fold)
-            plain = self._direct(relative, constant) if isinstance(log2_fold, Tensor) else rounded
-            return rounded, plain * 2.0**-constant
         probability = self._exponential(relative, maximum)
         rounded = self._round(probability, log2_fold, count=True)
         if recipe.row_sum == "exact":
@@ -122,9 +140,19 @@ class RowState:
         plain = self._round(probability, constant) if isinstance(log2_fold, Tensor) else rounded
         return rounded, plain * 2.0**-constant
 
-    @staticmethod
-    def _direct(relative: Tensor, log2_fold: Tensor | float) -> Tensor:
-        return formats.decode(exponential.direct_codes(relative + log2_fold), formats.E4M3).to(relative.dtype)
+    def _direct_weights(self, scores: Tensor, maximum: Tensor, log2_fold: Tensor | float) -> tuple[Tensor, Tensor]:
+        constant = self.recipe.p_log2_scale
+        base = exponential.direct_base(torch.where(maximum == -torch.inf, 0.0, maximum), constant)
+
+        def values(fold: Tensor | float) -> Tensor:
+            return formats.decode(exponential.direct_codes(scores, base, fold), formats.E4M3).to(scores.dtype)
+
+        if not isinstance(log2_fold, Tensor):
+            rounded = values(0.0)
+            return rounded, rounded * 2.0**-constant
+        fold = log2_fold - constant
+        shared = fold.clamp_min(SHARED_FOLD)
+        return values(fold), values(shared) * torch.exp2(-shared - constant)
 
     def _round(self, probability: Tensor, log2_fold: Tensor | float, count: bool = False) -> Tensor:
         """P times 2^log2_fold in P's format."""
@@ -161,7 +189,7 @@ class RowState:
         if self.recipe.p.layout == "fixed":
             exponent = self.reference if self.recipe.v_exponent == "running" else 0.0
             output = output * _exp2(exponent - self.recipe.p_log2_scale)
-        lse = (self.maximum + torch.log2(row_sum)) * math.log(2.0)
+        lse = (self.maximum / self.unit + torch.log2(row_sum)) * math.log(2.0)
         return output, torch.where(self.sees_keys, lse, -torch.inf)[..., 0]
 
 

@@ -52,7 +52,7 @@ def expected(q, k, v, tiling, recipe, packed):
             out["v_codes"][keys], out["v_scales"][:, keys] = coded(value, recipe.v)
             columns = slice(128 * k_tile, 128 * k_tile + k_len)
             k_scale, v_scale = out["k_scales"][:, keys], out["v_scales"][:, keys]
-            out["k_group"][:, columns] = torch.where(k_scale == 255, 1.0, formats.decode_e8m0(k_scale))
+            out["k_group"][:, columns] = formats.decode_e8m0(k_scale)
             out["v_group"][:, columns] = torch.where(v_scale == 255, torch.nan, v_scale.float() - 127)
             finite = (v_scale != 255)[:, None]
             out["v_t"][:, :, columns] = torch.where(finite, out["v_codes"][keys].permute(1, 2, 0), 0)

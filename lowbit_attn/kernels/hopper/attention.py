@@ -4,18 +4,17 @@ Dense inputs are [B, S, H, D], packed ones [T, H, D], any strides. Nothing here 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lowbit_attn.kernels.hopper import forward
+from lowbit_attn.kernels.hopper import fast, forward
 from lowbit_attn.kernels.hopper.quantize import Quantized, quantize_qkv
-from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, tile_records
+from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, SHARED_FOLD, Records, tile_records
 from lowbit_attn.kernels.hopper.tiling import TILE, Tiling, dense_tiling, packed_tiling
 from lowbit_attn.recipes import Recipe
 
@@ -28,7 +27,7 @@ L2_BUDGET = 32 << 20
 
 @dataclass(frozen=True)
 class Config:
-    """Compile-time choices per head_dim: ring stages, tiles per promotion, consumer warpgroups, registers of each."""
+    """Compile-time choices per head_dim: ring stages, tiles per promotion, consumer warpgroups, registers of each thread."""
 
     stages: int
     promote: int
@@ -36,7 +35,13 @@ class Config:
     registers: int
 
 
-CONFIGS = {64: Config(3, 8, 2, 240), 128: Config(2, 8, 2, 240), 256: Config(2, 8, 1, 240)}
+EXACT = {64: Config(3, 8, 2, 240), 128: Config(3, 8, 2, 240), 256: Config(2, 8, 1, 240)}
+FAST = {64: Config(2, 16, 3, 160), 128: Config(2, 16, 3, 160), 256: Config(2, 16, 1, 240)}
+
+
+def config_of(recipe: Recipe, head_dim: int) -> Config:
+    """The compile-time choices for a recipe and a kernel head_dim."""
+    return (FAST if recipe.exponential == "direct_u8" else EXACT)[head_dim]
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Prepared:
 
     tiling: Tiling
     quantized: Quantized
-    records: Tensor
+    records: Records
     recipe: Recipe
     query: Tensor
     head_dim: int
@@ -75,21 +80,26 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     """Tile and quantize one call; with `cu_seq` (query's and key's boundaries) the inputs are packed."""
     recipe = recipe.effective()
     head_dim = query.shape[-1]
-    rows = CONFIGS[kernel_head_dim(head_dim)].warpgroups * 64
+    dim = kernel_head_dim(head_dim)
+    if dim != head_dim:
+        recipe = replace(recipe, rotation="always" if recipe.rotates(head_dim) else "none")
+        query, key, value = (torch.nn.functional.pad(x, (0, dim - head_dim)) for x in (query, key, value))
+    rows = config_of(recipe, dim).warpgroups * 64
     packed = cu_seq is not None
     keys = key.shape[-3]
-    if packed:
+    if cu_seq is not None:
         tiling = packed_tiling(query, keys, *cu_seq, align="bottom_right" if is_causal else "none", block_rows=rows)
-        tokens, batch = query.shape[0], 1
+        tokens = query.shape[0]
         lse_shape: tuple[int, ...] = (query.shape[1], tokens)
     else:
         align = ("bottom_right" if bottom_right else "top_left") if is_causal else "none"
         tiling = dense_tiling(query, keys, align=align, key_lengths=key_lengths, block_rows=rows)
-        batch, tokens = query.shape[:2]
-        lse_shape = (batch, query.shape[2], tokens)
+        tokens = query.shape[1]
+        lse_shape = (query.shape[0], query.shape[2], tokens)
     heads, kv_heads = query.shape[-2], key.shape[-2]
     quantized = quantize_qkv(query, key, value, tiling, recipe, save=save, packed=packed)
-    records = tile_records(tiling, quantized.k_group, quantized.v_group, recipe.p_log2_scale)
+    records = tile_records(tiling, quantized.k_group, quantized.v_group, recipe.p_log2_scale,
+                           direct=recipe.exponential == "direct_u8")
     scale = head_dim**-0.5 if scale is None else scale
     return Prepared(tiling, quantized, records, recipe, query, head_dim, heads, kv_heads, keys, head_stride=tokens,
                     document_extra=0 if packed else (heads - 1) * tokens, factor=scale * math.log2(math.e), lse_shape=lse_shape)
@@ -115,8 +125,8 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
     if query.numel() == 0 or prepared.keys == 0 or prepared.kv_heads == 0:
         return query.new_zeros(query.shape), lse.fill_(-math.inf)
     dim = kernel_head_dim(prepared.head_dim)
-    config = CONFIGS[dim]
-    output = query.new_empty((*query.shape[:-1], dim))
+    config = config_of(recipe, dim)
+    output = query.new_empty(query.shape)
     q_codes = quantized.q_codes.view(-1, prepared.heads * dim)
     k_codes = quantized.k_codes.view(-1, prepared.kv_heads * dim)
     factor = prepared.factor
@@ -126,14 +136,34 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
     tiling = prepared.tiling
     group = _head_group(prepared.heads, prepared.kv_heads, 2 * k_codes.shape[0] * dim)
     programs = min(_processors(query.device), tiling.work.shape[0] * prepared.heads)
+    shared = dict(heads=prepared.heads, groups=prepared.heads // prepared.kv_heads, head_stride=prepared.head_stride,
+                  document_extra=prepared.document_extra, max_tiles=tiling.k_tiles.shape[0], GROUP=group,
+                  P_LOG2=recipe.p_log2_scale, LOWEST=LOWEST_FOLD, D=dim, num_warps=4)
+    descriptors = (_descriptor(q_codes, 64, dim), _descriptor(k_codes, TILE, dim), _descriptor(v_codes, dim, TILE))
+    records = prepared.records
     with torch.cuda.device(query.device):
-        forward.attention[(programs,)](
-            _descriptor(q_codes, 64, dim), _descriptor(k_codes, TILE, dim), _descriptor(v_codes, dim, TILE), output, lse,
-            quantized.q_scales, prepared.records, quantized.v_group, tiling.work, tiling.count, prepared.heads,
-            prepared.heads // prepared.kv_heads, prepared.head_stride, prepared.document_extra, tiling.k_tiles.shape[0], factor,
-            group, P_LOG2=recipe.p_log2_scale, THRESHOLD=recipe.max_threshold, LOWEST=LOWEST_FOLD, D=dim, STAGES=config.stages,
-            PROMOTE=config.promote, WARPGROUPS=config.warpgroups, REGISTERS=config.registers, num_warps=4)
+        if records.weights is not None:
+            unit = 8.0 / 126.0
+            fast.attention[(programs,)](
+                *descriptors, _descriptor(records.weights, 8, TILE), output, lse, quantized.q_scales, records.tiles,
+                quantized.v_group, records.quiet, tiling.work, tiling.count, documents=tiling.documents.shape[0],
+                factor=factor * unit, THRESHOLD=recipe.max_threshold * unit, SHARED=SHARED_FOLD, STAGES=config.stages,
+                PROMOTE=config.promote, WARPGROUPS=config.warpgroups, REGISTERS=config.registers, **shared)
+        else:
+            forward.attention[(programs,)](
+                *descriptors, output, lse, quantized.q_scales, records.tiles, quantized.v_group, tiling.work, tiling.count,
+                factor=factor, THRESHOLD=recipe.max_threshold, STAGES=config.stages, PROMOTE=config.promote,
+                WARPGROUPS=config.warpgroups, REGISTERS=config.registers, **shared)
     return output if dim == prepared.head_dim else output[..., :prepared.head_dim].contiguous(), lse
 
 
-__all__ = ["CONFIGS", "HEAD_DIMS", "Config", "Prepared", "pad", "prepare", "run"]
+def saved_for_backward(prepared: Prepared) -> tuple[Tensor, ...]:
+    """Codes and scale codes of Q, K and V as `ops.saved` lays them out; needs `save`."""
+    q = prepared.quantized
+    if q.v_codes is None or q.v_scales is None:
+        raise ValueError("save: got False; accepted: True where codes are read")
+    codes = (q.q_codes, q.q_scales, q.k_codes, q.k_scales, q.v_codes, q.v_scales)
+    return tuple(x[..., :prepared.head_dim].contiguous() if i % 2 == 0 else x for i, x in enumerate(codes))
+
+
+__all__ = ["Config", "Prepared", "config_of", "prepare", "run", "saved_for_backward"]

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lowbit_attn.kernels.hopper import inline
 from lowbit_attn.kernels.hopper.compat import tma_load
-from lowbit_attn.kernels.hopper.forward import KEYS, ROWS, by_thread, entry_of, operand, promote, spread, with_master
+from lowbit_attn.kernels.hopper.forward import KEYS, ROWS, by_thread, entry_of, operand, promote, scale_parts, with_master
 from lowbit_attn.kernels.hopper.inline import uniform
 
 
@@ -142,16 +142,19 @@ def softmax_general(scores, row_scale, k_scale, exponent, limit, maximum, refere
     BLOCK_ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, s.type.layout))
     ROW: gl.constexpr = gl.SliceLayout(1, BLOCK_ROWS)
     BLOCKS: gl.constexpr = gl.SliceLayout(0, BLOCK_ROWS)
-    WORDS: gl.constexpr = scores.type.layout
     last = gl.convert_layout(limit, ROW)
     sees = last[:, None] >= gl.arange(0, 4, BLOCKS)[None, :] * 32
     scale = gl.convert_layout(row_scale, ROW)[:, None] * gl.convert_layout(k_scale, BLOCKS)[None, :]
     scale = gl.where(sees, scale, 0.0)                # the NaN of a block of which a row sees no key stays out
     a = inline.twice(scale)
-    column = gl.arange(0, KEYS // 2, gl.SliceLayout(0, WORDS))
-    distance = gl.convert_layout(limit, gl.SliceLayout(1, WORDS))[:, None] - 2 * column[None, :]
-    distance = distance.reshape([ROWS, 4, 4, 4])
-    x = inline.keep_visible_pair(inline.multiply(s, spread_words(a)), distance, distance - 1, "0xFC00")
+    # Key 32 block + 8 j + 2 c of a word, split so that only one number per row stays in registers.
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(1, s.type.layout))))
+    distance = gl.convert_layout(limit, gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(1, s.type.layout))))
+    distance = (distance[:, None] - 2 * lane[None, :])[:, None, :][:, None, :, :]
+    of_block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, s.type.layout)))) * 32
+    of_j = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, s.type.layout)))) * 8
+    offset = of_block[None, :][:, :, None][:, :, :, None] + of_j[None, :][:, None, :][:, :, :, None]
+    x = inline.keep_visible_pair(inline.multiply(s, spread_words(a)), distance, offset, "0xFC00")
     top = gl.maximum(inline.lower_half(x), inline.upper_half(x))
     top = gl.convert_layout(gl.max(gl.max(gl.max(top, 3), 2), 1), ROW)
     top = top + gl.sum(scale * 0.0, 1)                # maxima drop a NaN, the sum does not
@@ -171,10 +174,10 @@ def softmax_general(scores, row_scale, k_scale, exponent, limit, maximum, refere
     shared = gl.maximum(fold, SHARED)
     b = inline.add(base, inline.twice(fold * UNIT))
     b_sum = inline.add(base, inline.twice(shared * UNIT))
-    h_sum = inline.keep_visible_pair(inline.direct_codes(s, spread_words(a), spread_words(b_sum)), distance, distance - 1, "0x6400")
+    h = inline.keep_visible_pair(inline.direct_codes(s, spread_words(a), spread_words(b)), distance, offset, "0x6400")
+    h_sum = inline.keep_visible_pair(inline.direct_codes(s, spread_words(a), spread_words(b_sum)), distance, offset, "0x6400")
     sums = gl.sum(gl.sum(inline.code_values(h_sum), 3), 2) * gl.exp2(-shared)
     sums = gl.convert_layout(gl.sum(sums, 1), ROW)
-    h = inline.keep_visible_pair(inline.direct_codes(s, spread_words(a), spread_words(b)), distance, distance - 1, "0x6400")
     return h.reshape([ROWS, KEYS // 2]), new, decay, decay * gl.exp2(before - after), after, sums
 
 
@@ -199,44 +202,47 @@ def rescale_state(accumulator, factor, D: gl.constexpr):
     parts = accumulator.reshape([4, 2, 8, D // 8, 4, 2])
     LANES: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(5, parts.type.layout))
     rows = gl.expand_dims(gl.expand_dims(gl.convert_layout(factor.permute((0, 3, 1, 2)), LANES), 3), 5)
-    scaled = inline.scale_rows_if_needed(parts, rows, D // 2).reshape([ROWS, D])
-    return gl.convert_layout(scaled, accumulator.type.layout)
+    return gl.convert_layout(scale_parts(parts, rows, D), accumulator.type.layout)
 
 
 @gluon.jit
 def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, general_scale,
-            limit, counted, scores, words, maximum, row_sum, reference, accumulator, master, promoted, BASE: gl.constexpr,
+            limit, counted, words, maximum, row_sum, reference, accumulator, master, promoted, BASE: gl.constexpr,
             THRESHOLD: gl.constexpr, UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, GENERAL: gl.constexpr,
-            LAST: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-            PROMOTE: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, OPERAND: gl.constexpr, BLOCKS: gl.constexpr,
-            STATE: gl.constexpr):
-    """Softmax of tile i, whose scores are here, while P V and row sum of tile i - 1 and the scores of tile i + 1 run. `counted`
-    is 1 if tile i - 1's row sum comes from the GEMM."""
-    v_stage = (step - 1) % STAGES
-    k_stage = (step + 1) % STAGES
+            WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
+            SCORES: gl.constexpr, SUMS: gl.constexpr, OPERAND: gl.constexpr, BLOCKS: gl.constexpr, STATE: gl.constexpr):
+    """Scores of tile i + 1, row sum and P V of tile i, then, beside the latter, the softmax of tile i + 1. `counted` is 1 if tile
+    i's row sum comes from the GEMM."""
+    stage = step % STAGES
+    next_stage = (step + 1) % STAGES
     block = gl.arange(0, 4, BLOCKS)
-    record = records + i * 16
+    record = records + (i + 1) * 16
     k_scale = gl.load(record + block)
     if GENERAL:
-        fold = gl.load(exponents + i * 4 + block)
+        fold = gl.load(exponents + (i + 1) * 4 + block)
     else:
         fold = gl.load(record + 4 + block)
     lift = gl.load(record + 12)
     tile_reference = gl.load(record + 13)
     codes = operand(words, OPERAND)
-    mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
-    sums = warpgroup_mma(codes, w_smem.index(v_stage).permute((1, 0)), gl.zeros([ROWS, 8], gl.float32, SUMS), use_acc=False, is_async=True)
-    accumulator = warpgroup_mma(codes, v_smem.index(v_stage).permute((1, 0)), accumulator, use_acc=(i - 1) % PROMOTE != 0, is_async=True)
-    following = sums
-    if not LAST:
-        mbarrier.wait(k_full.index(k_stage), ((step + 1) // STAGES) & 1)
-        following = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float16, SCORES),
-                                  use_acc=False, is_async=True)
+    mbarrier.wait(k_full.index(next_stage), ((step + 1) // STAGES) & 1)
+    mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
+    if WARPGROUPS > 1:
+        inline.take_turn(WARPGROUP)
+    raw = warpgroup_mma(q, k_smem.index(next_stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float16, SCORES), use_acc=False,
+                        is_async=True)
+    sums = warpgroup_mma(codes, w_smem.index(stage).permute((1, 0)), gl.zeros([ROWS, 8], gl.float32, SUMS), use_acc=False, is_async=True)
+    accumulator = warpgroup_mma(codes, v_smem.index(stage).permute((1, 0)), accumulator, use_acc=i % PROMOTE != 0, is_async=True)
+    if WARPGROUPS > 1:
+        inline.pass_turn((WARPGROUP + 1) % WARPGROUPS)
+    raw, accumulator, sums = warpgroup_mma_wait(2, deps=(raw, accumulator, sums))
+    mbarrier.arrive(k_empty.index(next_stage), count=1)
+    scores = inline.words_of(raw)
     if GENERAL:
         ROW: gl.constexpr = general_scale.type.layout
         h, new, decay, factor, after, tile_sum = softmax_general(
-            scores, general_scale, k_scale, fold, limit - i * KEYS, to_rows(maximum, ROW), to_rows(reference, ROW), BASE, THRESHOLD,
-            UNIT, LOWEST, SHARED, False)
+            scores, general_scale, k_scale, fold, limit - (i + 1) * KEYS, to_rows(maximum, ROW), to_rows(reference, ROW), BASE,
+            THRESHOLD, UNIT, LOWEST, SHARED, False)
         after = from_rows(after, maximum)
         new = from_rows(new, maximum)
         decay = from_rows(decay, maximum)
@@ -245,25 +251,19 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
     else:
         h, new, decay, factor, after = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, BASE, THRESHOLD,
                                                     UNIT)
-    if LAST:
-        accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
-        following = scores
-    else:
-        following, accumulator, sums = warpgroup_mma_wait(0, deps=(following, accumulator, sums))
-        mbarrier.arrive(k_empty.index(k_stage), count=1)
-        following = inline.words_of(following)
-    words = pack(h)
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
+    accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
+    mbarrier.arrive(v_empty.index(stage), count=1)
+    words = pack(h)  # after the wait: wgmma still reads the registers of the last words
     row_sum = (row_sum + row_sums(sums, STATE) * counted) * decay
     if GENERAL:
         row_sum = row_sum + tile_sum
-    if (i - 1) % PROMOTE == PROMOTE - 1:
+    if i % PROMOTE == PROMOTE - 1:
         ROW_OUT: gl.constexpr = gl.SliceLayout(1, accumulator.type.layout)
         level = maximum * (1.0 / UNIT) + reference
         promote(accumulator, master, to_rows(promoted - level, ROW_OUT), D)
         promoted = level
     accumulator = rescale_state(accumulator, factor, D)
-    return step + 1, following, words, new, row_sum, after, accumulator, promoted
+    return step + 1, words, new, row_sum, after, accumulator, promoted
 
 
 @gluon.jit
@@ -291,6 +291,9 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
     eighth = gl.arange(0, 8, gl.SliceLayout(0, SCALES))
     block = gl.arange(0, 4, BLOCKS)
     local = gl.arange(0, ROWS, ROW)
+    NEXT: gl.constexpr = (WARPGROUP + 1) % WARPGROUPS
+    if WARPGROUPS > 1 and WARPGROUP == WARPGROUPS - 1:
+        inline.pass_turn(0)
     step = 0
     turn = 0
     entries = gl.load(count)
@@ -312,8 +315,8 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         tile_exponents = exponents + kv_tile * 4
         # A token block is 32 rows, and the rows r and r + 8 that a thread holds lie in one.
         first_row = warp[:, None] * 16 + eighth[None, :]
-        row_scale = scale_of(gl.load(q_scales + side + first_row, mask=first_row < rows, other=127)) * (factor * UNIT)
-        general_scale = scale_of(gl.load(q_scales + side + local, mask=local < rows, other=127)) * (factor * UNIT)
+        row_scale = scale_of(gl.load(q_scales + side + first_row, mask=first_row < rows, other=127)) * factor
+        general_scale = scale_of(gl.load(q_scales + side + local, mask=local < rows, other=127)) * factor
         limit = gl.minimum(local + diagonal, k_valid - 1)
         last = gl.minimum(rows, ROWS) - 1 + diagonal
         mine = (gl.minimum(gl.maximum(gl.minimum(k_valid, last + 1), 1), KEYS * tiles) + KEYS - 1) // KEYS
@@ -341,42 +344,36 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = maximum * (1.0 / UNIT) + reference
-        step += 1
-        if mine > 1:
-            stage = step % STAGES
-            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-            raw = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float16, SCORES), use_acc=False,
-                                is_async=True)
-            raw = warpgroup_mma_wait(0, deps=(raw,))
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            scores = inline.words_of(raw)
-            for i in range(1, gl.minimum(full, mine - 1)):
-                step, scores, words, maximum, row_sum, reference, accumulator, promoted = advance(
-                    i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                    general_scale, limit, gl.where(i > 1, 1.0, 0.0), scores, words, maximum, row_sum, reference, accumulator, master,
-                    promoted, BASE, THRESHOLD, UNIT, LOWEST, SHARED, False, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES,
-                    SUMS, OPERAND, BLOCKS, STATE)
-            for i in range(gl.maximum(full, 1), mine - 1):
-                step, scores, words, maximum, row_sum, reference, accumulator, promoted = advance(
-                    i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                    general_scale, limit, gl.where((i > 1) & (i <= full), 1.0, 0.0), scores, words, maximum, row_sum, reference,
-                    accumulator, master, promoted, BASE, THRESHOLD, UNIT, LOWEST, SHARED, True, False, WARPGROUP, WARPGROUPS, D,
-                    STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS, STATE)
-            step, scores, words, maximum, row_sum, reference, accumulator, promoted = advance(
-                mine - 1, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                general_scale, limit, gl.where((mine > 2) & (mine - 1 <= full), 1.0, 0.0), scores, words, maximum, row_sum, reference,
-                accumulator, master, promoted, BASE, THRESHOLD, UNIT, LOWEST, SHARED, True, True, WARPGROUP, WARPGROUPS, D, STAGES,
-                PROMOTE, SCORES, SUMS, OPERAND, BLOCKS, STATE)
-        stage = (step - 1) % STAGES
-        mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
-        accumulator = warpgroup_mma(operand(words, OPERAND), v_smem.index(stage).permute((1, 0)), accumulator,
-                                    use_acc=(mine - 1) % PROMOTE != 0, is_async=True)
-        accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
+        for i in range(0, full - 1):
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
+                general_scale, limit, gl.where(i > 0, 1.0, 0.0), words, maximum, row_sum, reference, accumulator, master, promoted,
+                BASE, THRESHOLD, UNIT, LOWEST, SHARED, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND,
+                BLOCKS, STATE)
+        for i in range(gl.maximum(full - 1, 0), mine - 1):
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
+                general_scale, limit, gl.where((i > 0) & (i < full), 1.0, 0.0), words, maximum, row_sum, reference, accumulator,
+                master, promoted, BASE, THRESHOLD, UNIT, LOWEST, SHARED, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES,
+                SUMS, OPERAND, BLOCKS, STATE)
+        stage = step % STAGES
+        codes = operand(words, OPERAND)
+        mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
+        sums = warpgroup_mma(codes, w_smem.index(stage).permute((1, 0)), gl.zeros([ROWS, 8], gl.float32, SUMS), use_acc=False,
+                             is_async=True)
+        accumulator = warpgroup_mma(codes, v_smem.index(stage).permute((1, 0)), accumulator, use_acc=(mine - 1) % PROMOTE != 0,
+                                    is_async=True)
+        accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
         mbarrier.arrive(v_empty.index(stage), count=1)
+        row_sum = row_sum + row_sums(sums, STATE) * gl.where((mine > 1) & (mine - 1 < full), 1.0, 0.0)
+        step += 1
         for i in range(mine, tiles):  # tiles that only the other warpgroups need
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_full.index(stage), phase)
+            if WARPGROUPS > 1:
+                inline.take_turn(WARPGROUP)
+                inline.pass_turn(NEXT)
             mbarrier.arrive(k_empty.index(stage), count=1)
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage), count=1)
@@ -387,7 +384,7 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         total = with_master(accumulator, master, to_rows(promoted - level, ROW_OUT), D)
         # Scores that left float16 made the maximum infinite: NaN, not a plausible number.
         denominator = to_rows(row_sum + (maximum - maximum), ROW_OUT)
-        empty = denominator == 0
+        empty = gl.convert_layout(limit, ROW_OUT) < 0
         inverse = gl.where(empty, 0.0, gl.exp2(to_rows(reference, ROW_OUT)) / gl.where(empty, 1.0, denominator))[:, None]
         result = gl.where(inverse == 0, 0.0, total * inverse).to(out.dtype.element_ty)
         result = gl.convert_layout(result, STORE)
@@ -398,6 +395,8 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         log2_sum = to_rows(maximum, ROW_OUT) * (1.0 / UNIT) + gl.log2(gl.where(empty, 1.0, denominator)) - P_LOG2
         value = gl.convert_layout(gl.where(empty, float("-inf"), log2_sum * 0.6931471805599453), ROW)
         gl.store(lse + side + local, value, mask=local < rows)
+    if WARPGROUPS > 1 and WARPGROUP == 0:
+        inline.take_turn(0)
 
 
 @gluon.jit
@@ -408,12 +407,12 @@ def scale_of(code):
     return bits.to(gl.float32, bitcast=True)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "documents", "factor", "GROUP"])
 def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, exponents, quiet, work, count, heads, groups,
               head_stride, document_extra, max_tiles, documents, factor, GROUP, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
               LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
               WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
-    """The kernel: two consumers of 64 rows and a loader warp."""
+    """The kernel: three consumers of 64 rows and a loader warp."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
@@ -434,13 +433,25 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    gl.warp_specialize([
-        (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, w_smem,
-                   q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                   documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
-        (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), q_smem.index(1), k_smem, v_smem, w_smem,
-                   q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                   documents, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
-        (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty,
-                      v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
-    ], [4, 1], [REGISTERS, 24])
+    if WARPGROUPS == 1:
+        gl.warp_specialize([
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
+                       w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
+                       max_tiles, documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+            (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
+                          k_empty, v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
+        ], [1], [24])
+    else:
+        gl.warp_specialize([
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, w_smem,
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
+                       documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), q_smem.index(1), k_smem, v_smem, w_smem,
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
+                       documents, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(2), q_smem.index(2), k_smem, v_smem, w_smem,
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
+                       documents, factor, GROUP, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+            (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty,
+                          v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

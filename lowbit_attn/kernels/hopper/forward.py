@@ -18,7 +18,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lowbit_attn.kernels.hopper.compat import tma_load
-from lowbit_attn.kernels.hopper.inline import keep_visible, pack_e4m3, scale_rows_if_needed, uniform, unpack_e4m3
+from lowbit_attn.kernels.hopper.inline import (
+    keep_visible,
+    pack_e4m3,
+    pass_turn,
+    scale_rows_if_needed,
+    take_turn,
+    uniform,
+    unpack_e4m3,
+)
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
@@ -70,13 +78,9 @@ def spread(x):
 
 
 @gluon.jit
-def raise_maximum(maximum, tile_maximum, THRESHOLD: gl.constexpr, FIRST: gl.constexpr):
+def raise_maximum(maximum, tile_maximum, THRESHOLD: gl.constexpr):
     """The lazy maximum: raised to the tile's only when that exceeds it by more than THRESHOLD doublings."""
-    if FIRST:
-        new = gl.where(tile_maximum == float("-inf"), 0.0, tile_maximum)
-    else:
-        new = gl.where(tile_maximum - maximum > THRESHOLD, tile_maximum, maximum)
-    return new
+    return gl.where(tile_maximum - maximum > THRESHOLD, tile_maximum, maximum)
 
 
 @gluon.jit
@@ -100,7 +104,7 @@ def softmax_full(scores, row_scale, k_scale, fold, weight, lift, tile_reference,
     a = row_scale[:, None] * k_scale[None, :]
     top = gl.max(gl.max(s, 4), 2) * a[:, :, None]
     top = gl.convert_layout(gl.max(gl.max(top, 1), 1), maximum.type.layout)
-    new = raise_maximum(maximum, top, THRESHOLD, False)
+    new = raise_maximum(maximum, top, THRESHOLD)
     b = (P_LOG2 - new)[:, None] + fold[None, :]
     p = gl.exp2(s * spread(a) + spread(b))
     sums = gl.sum(gl.sum(gl.sum(p, 4), 2) * weight[None, :, None], 1)
@@ -121,7 +125,10 @@ def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, row_sum, ref
     distance = gl.convert_layout(limit, gl.SliceLayout(1, scores.type.layout))[:, None] - column[None, :]
     x = keep_visible(s * spread(a), distance.reshape([ROWS, 4, 4, 4, 2]))
     top = gl.convert_layout(gl.max(gl.max(gl.max(gl.max(x, 4), 2), 1), 1), maximum.type.layout)
-    new = raise_maximum(maximum, top, THRESHOLD, FIRST)
+    if FIRST:
+        new = gl.where(limit < 0, 0.0, top)  # rows that see no key at all
+    else:
+        new = raise_maximum(maximum, top, THRESHOLD)
     # A block is seen when its first key is; unseen ones count as the lowest exponent.
     seen = gl.where(limit[:, None] >= block[None, :] * 32, own[None, :], -127.0)
     raised = gl.maximum(reference, gl.max(seen, 1))
@@ -161,23 +168,23 @@ def operand(words, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def rescale(accumulator, factor, D: gl.constexpr):
-    """Rows times factor, skipped while no factor of the warp is below 1."""
-    parts = accumulator.reshape([4, 2, 8, D // 8, 4, 2])
-    rows = gl.convert_layout(factor, gl.SliceLayout(1, accumulator.type.layout)).reshape([4, 2, 8])
-    ROW_LAYOUT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, parts.type.layout)))
-    rows = gl.convert_layout(rows, ROW_LAYOUT)[:, :, :, None][:, :, :, :, None][:, :, :, :, :, None]
+def scale_parts(parts, rows, D: gl.constexpr):
+    """Accumulator parts [warp, row, lane / 4, D / 8, lane % 4, pair] times rows, mostly 1, broadcastable to them."""
     if D == 256:
-        halves = parts.reshape([4, 2, 8, 2, D // 16, 4, 2]).permute((0, 1, 2, 4, 5, 6, 3))
-        low, high = gl.split(halves)
-        rows_half = gl.convert_layout(factor, gl.SliceLayout(1, accumulator.type.layout)).reshape([4, 2, 8])
-        HALF: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, low.type.layout)))
-        rows_half = gl.convert_layout(rows_half, HALF)[:, :, :, None][:, :, :, :, None][:, :, :, :, :, None]
-        joined = gl.join(scale_rows_if_needed(low, rows_half, 64), scale_rows_if_needed(high, rows_half, 64))
-        scaled = joined.permute((0, 1, 2, 6, 3, 4, 5)).reshape([ROWS, D])
+        scaled = parts * rows  # more registers than one assembly statement takes
     else:
-        scaled = scale_rows_if_needed(parts, rows, D // 2).reshape([ROWS, D])
-    return gl.convert_layout(scaled, accumulator.type.layout)
+        scaled = scale_rows_if_needed(parts, rows, D // 2)
+    return scaled.reshape([ROWS, D])
+
+
+@gluon.jit
+def rescale(accumulator, factor, D: gl.constexpr):
+    """Rows times factor [64], skipped while no factor of the warp is below 1."""
+    parts = accumulator.reshape([4, 2, 8, D // 8, 4, 2])
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, parts.type.layout)))
+    rows = gl.convert_layout(factor, gl.SliceLayout(1, accumulator.type.layout)).reshape([4, 2, 8])
+    rows = gl.convert_layout(rows, LAYOUT)[:, :, :, None][:, :, :, :, None][:, :, :, :, :, None]
+    return gl.convert_layout(scale_parts(parts, rows, D), accumulator.type.layout)
 
 
 @gluon.jit
@@ -225,48 +232,48 @@ def with_master(accumulator, master, change, D: gl.constexpr):
 
 
 @gluon.jit
-def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, limit, scores, words,
-            maximum, row_sum, reference, accumulator, master, promoted, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
-            LOWEST: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-            PROMOTE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, OPERAND: gl.constexpr, L3: gl.constexpr):
-    """Softmax of tile i, whose scores are here, while the scores of tile i + 1 and P V of tile i - 1 run."""
-    v_stage = (step - 1) % STAGES
-    k_stage = (step + 1) % STAGES
+def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, limit, words, maximum,
+            row_sum, reference, accumulator, master, promoted, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
+            LOWEST: gl.constexpr, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr,
+            STAGES: gl.constexpr, PROMOTE: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, L3: gl.constexpr):
+    """Scores of tile i + 1 and P V of tile i, then, beside the latter, the softmax of tile i + 1."""
+    stage = step % STAGES
+    next_stage = (step + 1) % STAGES
     # Issued ahead of every wait: a load after them would expose the latency of L2.
-    k_scale, fold, weight, lift, tile_reference = load_record(records, exponents, i, MASKED, L3)
+    k_scale, fold, weight, lift, tile_reference = load_record(records, exponents, i + 1, MASKED, L3)
     codes = operand(words, OPERAND)
-    mbarrier.wait(v_full.index(v_stage), ((step - 1) // STAGES) & 1)
-    accumulator = warpgroup_mma(codes, v_smem.index(v_stage).permute((1, 0)), accumulator, use_acc=(i - 1) % PROMOTE != 0,
-                                is_async=True)
-    following = scores
-    if not LAST:
-        mbarrier.wait(k_full.index(k_stage), ((step + 1) // STAGES) & 1)
-        following = warpgroup_mma(q, k_smem.index(k_stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, SCORES), use_acc=False, is_async=True)
+    mbarrier.wait(k_full.index(next_stage), ((step + 1) // STAGES) & 1)
+    mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
+    if WARPGROUPS == 2:
+        take_turn(WARPGROUP)
+    scores = warpgroup_mma(q, k_smem.index(next_stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, SCORES), use_acc=False,
+                           is_async=True)
+    accumulator = warpgroup_mma(codes, v_smem.index(stage).permute((1, 0)), accumulator, use_acc=i % PROMOTE != 0, is_async=True)
+    if WARPGROUPS == 2:
+        pass_turn(1 - WARPGROUP)
+    scores, accumulator = warpgroup_mma_wait(1, deps=(scores, accumulator))
+    mbarrier.arrive(k_empty.index(next_stage), count=1)
     if MASKED:
-        p, new, row_sum, raised, factor = softmax_masked(scores, row_scale, k_scale, fold, limit - i * KEYS, maximum, row_sum,
+        p, new, row_sum, raised, factor = softmax_masked(scores, row_scale, k_scale, fold, limit - (i + 1) * KEYS, maximum, row_sum,
                                                          reference, P_LOG2, THRESHOLD, LOWEST, False, L3)
     else:
         p, new, row_sum, raised, factor = softmax_full(scores, row_scale, k_scale, fold, weight, lift, tile_reference, maximum,
                                                        row_sum, P_LOG2, THRESHOLD)
-    if LAST:
-        accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
-    else:
-        following, accumulator = warpgroup_mma_wait(0, deps=(following, accumulator))
-        mbarrier.arrive(k_empty.index(k_stage), count=1)
+    accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
+    mbarrier.arrive(v_empty.index(stage), count=1)
     words = pack(p, OPERAND)  # after the wait: wgmma still reads the registers of the last words
-    mbarrier.arrive(v_empty.index(v_stage), count=1)
-    if (i - 1) % PROMOTE == PROMOTE - 1:
-        # At the scale of tile i - 1: the accumulator has not been rescaled for this tile yet.
+    if i % PROMOTE == PROMOTE - 1:
+        # At the scale of tile i: the accumulator has not been rescaled for tile i + 1 yet.
         promote(accumulator, master, promoted - (maximum + reference), D)
         promoted = maximum + reference
     accumulator = rescale(accumulator, factor, D)
-    return step + 1, following, words, new, row_sum, raised, accumulator, promoted
+    return step + 1, words, new, row_sum, raised, accumulator, promoted
 
 
 @gluon.jit
 def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
             v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr,
-            P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+            WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
@@ -277,6 +284,8 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D if D < 256 else 1, D // 8], [4, 1], [1, 0])
     local = gl.arange(0, ROWS, ROW)
+    if WARPGROUPS == 2 and WARPGROUP == 1:
+        pass_turn(0)
     step = 0
     turn = 0
     entries = gl.load(count)
@@ -318,38 +327,30 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = maximum + reference
-        step += 1
-        if mine > 1:
-            stage = step % STAGES
-            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-            scores = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, SCORES),
-                                   use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=(scores,))
-            mbarrier.arrive(k_empty.index(stage), count=1)
-            for i in range(1, gl.minimum(full, mine - 1)):
-                step, scores, words, maximum, row_sum, reference, accumulator, promoted = advance(
-                    i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit,
-                    scores, words, maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, False,
-                    False, D, STAGES, PROMOTE, SCORES, OUTPUT, OPERAND, L3)
-            for i in range(gl.maximum(full, 1), mine - 1):
-                step, scores, words, maximum, row_sum, reference, accumulator, promoted = advance(
-                    i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit,
-                    scores, words, maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, True,
-                    False, D, STAGES, PROMOTE, SCORES, OUTPUT, OPERAND, L3)
-            step, scores, words, maximum, row_sum, reference, accumulator, promoted = advance(
-                mine - 1, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit,
-                scores, words, maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, True, True,
-                D, STAGES, PROMOTE, SCORES, OUTPUT, OPERAND, L3)
-        stage = (step - 1) % STAGES
-        mbarrier.wait(v_full.index(stage), ((step - 1) // STAGES) & 1)
+        for i in range(0, full - 1):
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
+                maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP, WARPGROUPS,
+                D, STAGES, PROMOTE, SCORES, OPERAND, L3)
+        for i in range(gl.maximum(full - 1, 0), mine - 1):
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
+                maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP, WARPGROUPS,
+                D, STAGES, PROMOTE, SCORES, OPERAND, L3)
+        stage = step % STAGES
+        mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
         accumulator = warpgroup_mma(operand(words, OPERAND), v_smem.index(stage).permute((1, 0)), accumulator,
                                     use_acc=(mine - 1) % PROMOTE != 0, is_async=True)
         accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
         mbarrier.arrive(v_empty.index(stage), count=1)
+        step += 1
         for i in range(mine, tiles):  # tiles that only the other warpgroup needs
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_full.index(stage), phase)
+            if WARPGROUPS == 2:
+                take_turn(WARPGROUP)
+                pass_turn(1 - WARPGROUP)
             mbarrier.arrive(k_empty.index(stage), count=1)
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage), count=1)
@@ -357,10 +358,8 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         mbarrier.arrive(q_empty, count=1)
         turn += 1
         total = with_master(accumulator, master, promoted - (maximum + reference), D)
-        denominator = gl.sum(row_sum, 1)
-        empty = denominator == 0
-        denominator = gl.convert_layout(denominator, ROW)
-        empty = denominator == 0
+        denominator = gl.convert_layout(gl.sum(row_sum, 1), ROW)
+        empty = limit < 0
         inverse = gl.where(empty, 0.0, gl.exp2(reference - P_LOG2) / gl.where(empty, 1.0, denominator))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
         result = gl.where(inverse == 0, 0.0, total * inverse).to(out.dtype.element_ty)
@@ -371,9 +370,11 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         gl.store(out + place[:, None] * D + channel[None, :], result, mask=(r < rows)[:, None])
         value = gl.where(empty, float("-inf"), (maximum + gl.log2(gl.where(empty, 1.0, denominator))) * 0.6931471805599453)
         gl.store(lse + side + local, value, mask=local < rows)
+    if WARPGROUPS == 2 and WARPGROUP == 0:
+        take_turn(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "factor", "GROUP"])
 def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, work, count, heads, groups, head_stride,
               document_extra, max_tiles, factor, GROUP, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr,
               D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
@@ -401,7 +402,7 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, q_full,
                        q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 0, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [1], [24])
@@ -409,10 +410,10 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, q_full,
                        q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 0, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (consume, (out, lse, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem, v_smem, q_full,
                        q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 1, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [4, 1], [REGISTERS, 24])

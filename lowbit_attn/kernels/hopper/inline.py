@@ -63,6 +63,28 @@ def scale_rows_if_needed(x, factor, COUNT: gl.constexpr):
     return gl.inline_asm_elementwise(SCALE_64, SCALE_64_CONSTRAINTS, [x, factor], dtype=gl.float32, is_pure=True, pack=64)
 
 
+@gluon.jit
+def take_turn(WARPGROUP: gl.constexpr):
+    """Wait for this warpgroup's turn to issue wgmma: named barriers 10, 11 and 12 pass a token around the warpgroups."""
+    if WARPGROUP == 0:
+        gl.inline_asm_elementwise("bar.sync 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif WARPGROUP == 1:
+        gl.inline_asm_elementwise("bar.sync 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.sync 12, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def pass_turn(WARPGROUP: gl.constexpr):
+    """Give the turn to warpgroup WARPGROUP."""
+    if WARPGROUP == 0:
+        gl.inline_asm_elementwise("bar.arrive 10, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    elif WARPGROUP == 1:
+        gl.inline_asm_elementwise("bar.arrive 11, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        gl.inline_asm_elementwise("bar.arrive 12, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
 # From here on, "words" are int32 that hold two float16: the lower half is the earlier key. Tensors of float16 carried around a
 # loop would be taken apart and put together again at every turn.
 
@@ -159,9 +181,9 @@ def code_values(word):
 
 
 @gluon.jit
-def keep_visible_pair(word, first, second, HIDDEN: gl.constexpr):
-    """Halves whose distance (first, second) is >= 0; HIDDEN, a float16 bit pattern, elsewhere."""
+def keep_visible_pair(word, distance, offset, HIDDEN: gl.constexpr):
+    """Halves of the keys offset and offset + 1 where the key is at most `distance`; HIDDEN, a float16 bit pattern, elsewhere."""
     return gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; .reg .b16 a, b; mov.b32 {a, b}, $1; setp.ge.s32 p, $2, 0; setp.ge.s32 q, $3, 0; "
+        "{ .reg .pred p, q; .reg .b16 a, b; mov.b32 {a, b}, $1; setp.ge.s32 p, $2, $3; setp.gt.s32 q, $2, $3; "
         "selp.b16 a, a, " + HIDDEN + ", p; selp.b16 b, b, " + HIDDEN + ", q; mov.b32 $0, {a, b}; }",
-        "=r,r,r,r", [word, first, second], dtype=gl.int32, is_pure=True, pack=1)
+        "=r,r,r,r", [word, distance, offset], dtype=gl.int32, is_pure=True, pack=1)

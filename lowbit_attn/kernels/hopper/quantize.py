@@ -5,7 +5,7 @@ Equals `reference.operands.forward_operands` bit for bit: `formats.hadamard` of 
 
     saved        codes [tokens, H, D] uint8, scale codes [B, H, S] or [H, T] uint8 (E8M0)
     v_t          [Hkv, D, 128 k_tiles] uint8: V's codes, keys (j, c, e) -> (c, j, e) inside each 16, so that P needs no shuffle
-    k_group      [Hkv, 4 k_tiles] float32: 2^e of each 32 keys, 1 where the block holds NaN or Inf (its codes are NaN)
+    k_group      [Hkv, 4 k_tiles] float32: 2^e of each 32 keys, NaN where the block holds NaN or Inf (so are its codes)
     v_group      [Hkv, 4 k_tiles] float32: e of each 32 keys, NaN where the block holds NaN or Inf (its codes are 0 in v_t)
 
 A program takes 128 tokens of one head (`quantize_tile`). Blocks past the end of a document have k_group 1 and v_group -127.
@@ -85,8 +85,9 @@ def quantize_kernel(q, k, v, q_codes, q_scales, k_codes, k_scales, v_codes, v_sc
             words, words2, code = quantize(x, document, start + first, head, strides, valid - first,
                                             gl.where(is_key, K_TOP[0], Q_TOP[0]), gl.where(is_key, K_TOP[1], Q_TOP[1]), D, ROTATE,
                                             QK_PER_TOKEN, QK_MODE, DTYPE)
-            exists = (code < 255) & (lane // K_GROUP * K_GROUP < length - first)
-            store_group(k_group, gl.where(exists, power(code), 1.0), head, tile, k_count, lane, K_GROUP, is_key)
+            scale = gl.where(code < 255, power(code), float("nan"))
+            scale = gl.where(lane // K_GROUP * K_GROUP < length - first, scale, 1.0)
+            store_group(k_group, scale, head, tile, k_count, lane, K_GROUP, is_key)
             store_saved(k_codes if is_key else q_codes, k_scales if is_key else q_scales, words, words2, code, lane, document,
                          (start + first).to(gl.int64), head, heads, k_scale_document if is_key else q_scale_document,
                          k_scale_head if is_key else q_scale_head, length - first, D)

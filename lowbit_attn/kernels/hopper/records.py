@@ -5,6 +5,8 @@ V's block exponents are folded into P relative to a reference exponent that runs
 depends on no later tile and on no other document. Rows that see only part of a tile use the blocks' own exponents instead.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,9 @@ COLUMNS = 16
 LOWEST_FOLD = -20.0
 """Folds below it are raised to it: P <= 2^8 folded by 2^-20 is under half of E4M3's smallest value, so its code is 0 anyway."""
 
+SHARED_FOLD = -4.0
+"""Down to it the folded codes serve the row sum too; below it they would lose weight that the denominator needs."""
+
 
 @triton.jit
 def _larger(a, b):
@@ -23,7 +28,8 @@ def _larger(a, b):
 
 
 @triton.jit
-def _records(documents, k_group, v_group, out, max_tiles, P_LOG2: tl.constexpr, LOWEST: tl.constexpr, CHUNK: tl.constexpr):
+def _records(documents, k_group, v_group, out, weights, quiet, max_tiles, P_LOG2: tl.constexpr, LOWEST: tl.constexpr,
+             SHARED: tl.constexpr, DIRECT: tl.constexpr, CHUNK: tl.constexpr):
     row = documents + tl.program_id(0) * 8
     k_len = tl.load(row + 3)
     first = tl.load(row + 6)
@@ -31,36 +37,68 @@ def _records(documents, k_group, v_group, out, max_tiles, P_LOG2: tl.constexpr, 
     head = tl.program_id(1).to(tl.int64) * max_tiles + first
     t, g = tl.arange(0, CHUNK), tl.arange(0, 4)
     before = -127.0  # the reference exponent after the previous chunk
+    loud = 1 << 30
     for start in range(0, tiles, CHUNK):
         inside = start + t < tiles
         tile = head + start + t
         index, mask = tile[:, None] * 4 + g[None, :], inside[:, None] & (g[None, :] < 4)
         exponent = tl.load(v_group + index, mask=mask, other=-127.0)
+        scale = tl.load(k_group + index, mask=mask, other=1.0)
         known = tl.where(exponent == exponent, exponent, -127.0)  # NaN marks a block that holds NaN or Inf
         own = tl.max(known, 1)
         running = tl.maximum(tl.associative_scan(own, 0, _larger), before)
-        # The running maximum before each tile: the scan without the tile's own part.
         earlier = tl.maximum(tl.max(tl.where(t[None, :] < t[:, None], own[None, :], -127.0), 1), before)
         fold = exponent - running[:, None]
         fold = tl.where(fold < LOWEST, LOWEST, fold)
         base = out + tile[:, None] * 16 + g[None, :]
-        tl.store(base, tl.load(k_group + index, mask=mask, other=1.0), mask=mask)
+        if DIRECT:
+            # Codes computed directly cannot hold NaN: it travels with the scores' factor and makes the row's maximum NaN.
+            scale = tl.where(exponent == exponent, scale, exponent)
+            undone = tl.maximum(tl.where(exponent == exponent, fold, 0.0), SHARED)
+            code = ((7 - undone.to(tl.int32)) << 3).to(tl.uint8)
+            keys = tl.arange(0, 32)
+            for copy in tl.static_range(8):
+                line = weights + (tl.program_id(1).to(tl.int64) * 8 + copy) * max_tiles * 128 + (first + start + t).to(tl.int64)[:, None, None] * 128
+                tl.store(line + g[None, :, None] * 32 + keys[None, None, :], code[:, :, None] + tl.zeros([1, 1, 32], tl.uint8), mask=mask[:, :, None])
+            softest = tl.min(tl.where(mask, fold, 0.0), 1)
+            loud = tl.minimum(loud, tl.min(tl.where(inside & (softest < SHARED), start + t, 1 << 30), 0))
+        else:
+            scale = tl.where(scale == scale, scale, 1.0)  # NaN codes make the scores NaN
+            tl.store(base + 8, tl.exp2(-fold - P_LOG2), mask=mask)
+        tl.store(base, scale, mask=mask)
         tl.store(base + 4, fold, mask=mask)
-        tl.store(base + 8, tl.exp2(-fold - P_LOG2), mask=mask)
         lift = tl.where(start + t == 0, 0.0, earlier - running)
         column = g[None, :]
         side = tl.where(column == 0, lift[:, None], tl.where(column == 1, running[:, None], 0.0))
         tl.store(base + 12, side, mask=mask)
-        before = tl.max(running, 0)
+        before = tl.max(tl.where(inside, running, before), 0)
+    if DIRECT:
+        tl.store(quiet + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), loud)
 
 
-def tile_records(tiling: Tiling, k_group: Tensor, v_group: Tensor, p_log2_scale: float) -> Tensor:
-    """float32 [Hkv, max_k_tiles, 16]: K's scales 2^eK of the tile's four blocks; the folds of V's exponents; the weights
-    2^(-fold - c) that turn folded sums of P 2^c into row sums; then by how much the reference exponent rose at this tile
-    (<= 0), the reference exponent, and two unused columns. Tiles past a document's end are not written.
+@dataclass(frozen=True)
+class Records:
+    """tiles: float32 [Hkv, max_k_tiles, 16]: K's scales 2^eK of the tile's four blocks; the folds of V's exponents; the weights
+        2^(-fold - c) that turn folded sums of P 2^c into row sums; then by how much the reference exponent rose at this tile
+        (<= 0), the reference exponent, and two unused columns. Tiles past a document's end are not written.
+    weights: E4M3 codes uint8 [8 Hkv, 128 max_k_tiles] of 2^-fold for every key, eight equal rows a head; direct codes only.
+    quiet: int32 [Hkv, documents], the first tile that has a fold below `SHARED_FOLD`; direct codes only.
     """
+
+    tiles: Tensor
+    weights: Tensor | None = None
+    quiet: Tensor | None = None
+
+
+def tile_records(tiling: Tiling, k_group: Tensor, v_group: Tensor, p_log2_scale: float, *, direct: bool) -> Records:
+    """Records of every key tile; `direct` for the kernel that computes codes directly."""
     heads, tiles = k_group.shape[0], k_group.shape[1] // 4
+    documents = tiling.documents.shape[0]
     out = torch.empty((heads, tiles, COLUMNS), dtype=torch.float32, device=k_group.device)
-    _records[(tiling.documents.shape[0], heads)](tiling.documents, k_group, v_group, out, tiles, P_LOG2=p_log2_scale,
-                                                 LOWEST=LOWEST_FOLD, CHUNK=128)
-    return out
+    weights = torch.empty((8 * heads, tiles * 128), dtype=torch.uint8, device=out.device) if direct else None
+    quiet = torch.empty((heads, documents), dtype=torch.int32, device=out.device) if direct else None
+    with torch.cuda.device(out.device):
+        _records[(documents, heads)](tiling.documents, k_group, v_group, out, out if weights is None else weights,
+                                     tiling.count if quiet is None else quiet, tiles, P_LOG2=p_log2_scale, LOWEST=LOWEST_FOLD,
+                                     SHARED=SHARED_FOLD, DIRECT=direct, CHUNK=32)
+    return Records(out, weights, quiet)
