@@ -7,9 +7,10 @@ and on more instructions in its main loop (without a loop over matrix instructio
 for this Triton version. --record writes the figures as they are now into recorded.json; do that when a rise is meant, and say
 why in docs/kernel-log.md. Names are prefixes of variants; by default all of them are compiled.
 
-A kernel module lists its variants: `variants()` yields (name, jit function, signature, constants, attributes, options), the
-arguments of Triton's ASTSource and compile. With a parameter, `variants(everything)`, it lists a few that stand for all by
-default, and all of them under --everything (`make test-full`).
+What is compiled: what attention launches (launches.py), and what a kernel module lists: `variants()` yields (name, jit function,
+signature, constants, attributes, options), the arguments of Triton's ASTSource and compile. With a parameter,
+`variants(everything)`, it lists a few that stand for all by default, and all of them under --everything (`make test-full`). A
+module that lists variants lists all that it wants compiled.
 """
 
 import argparse
@@ -35,7 +36,6 @@ from typing import Any
 
 import triton
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
@@ -44,10 +44,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
+import launches  # noqa: E402
 from kernel_sources import fingerprint  # noqa: E402
 from sass import Program  # noqa: E402
 
-TARGET = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 VERSION = ".".join(triton.__version__.split(".")[:2])
 RECORDED = HERE / "recorded.json"
@@ -92,24 +92,29 @@ def kernel_modules() -> list[ModuleType]:
     return [importlib.import_module(info.name) for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
 
 
-def variants(modules: list[ModuleType], everything: bool = False) -> list[Variant]:
-    """The variants of the modules that list some; names are unique."""
+def variants(modules: list[ModuleType], everything: bool = False) -> tuple[list[Variant], list[str]]:
+    """What to compile, by unique names, and what went wrong on the way to it."""
     found: list[Variant] = []
-    for module in modules:
-        if hasattr(module, "variants"):
-            found += module.variants(everything) if inspect.signature(module.variants).parameters else module.variants()
+    failed: list[str] = []
+    listing = {module.__name__: module for module in modules if hasattr(module, "variants")}
+    for module in listing.values():
+        found += module.variants(everything) if inspect.signature(module.variants).parameters else module.variants()
+    if any(module.__name__.endswith(".attention") for module in modules):
+        launched, failed = launches.variants(everything, set(listing))
+        found += launched
     names = [name for name, *_ in found]
     if doubled := {name for name in names if names.count(name) > 1}:
         raise SystemExit(f"variants: two are named {', '.join(sorted(doubled))}")
-    return found
+    return found, failed
 
 
-def uncovered(modules: list[ModuleType]) -> Iterator[str]:
-    """Modules with device functions that neither list variants nor serve a module that does."""
+def uncovered(modules: list[ModuleType], found: list[Variant]) -> Iterator[str]:
+    """Modules with device functions of which no variant is compiled, and that serve no module of which one is."""
     def device_functions(module: ModuleType) -> set[int]:
         return {id(x) for x in vars(module).values() if isinstance(x, JITFunction)}
 
-    compiled = [module for module in modules if hasattr(module, "variants")]
+    names = {variant[1].__module__ for variant in found}
+    compiled = [module for module in modules if module.__name__ in names]
     served = set().union(*(device_functions(module) for module in compiled)) if compiled else set()
     named = {id(x) for module in compiled for x in vars(module).values() if isinstance(x, ModuleType)}
     for module in modules:
@@ -127,7 +132,7 @@ def compile_variant(variant: Variant) -> Compiled:
     start, log = time.perf_counter(), io.StringIO()
     try:
         with contextlib.redirect_stdout(log):
-            kernel = triton.compile(source(function, signature, constants, attributes), target=TARGET, options=options)
+            kernel = triton.compile(source(function, signature, constants, attributes), target=launches.TARGET, options=options)
     except Exception as error:  # any failure of the compiler is a result here
         return Compiled(name, time.perf_counter() - start, error=f"{type(error).__name__}: {str(error).strip()[-600:]}")
     program = Program(disassemble(kernel.asm["cubin"]))
@@ -203,7 +208,7 @@ def cache_file() -> Path:
     package = ROOT / "lowbit_attn"
     digest = hashlib.sha256("".join((fingerprint(), fingerprint(package / "formats"),
                                      hashlib.sha256((package / "recipes.py").read_bytes()).hexdigest())).encode())
-    for source in (Path(__file__), HERE / "sass.py"):
+    for source in (Path(__file__), HERE / "sass.py", HERE / "launches.py"):
         digest.update(source.read_bytes())
     return ROOT / "build" / "gates" / f"triton-{triton.__version__}-{digest.hexdigest()[:16]}.json"
 
@@ -235,7 +240,8 @@ def main() -> int:
         parser.error("--record: takes all variants, not some by name")
     everything = options.everything or options.record
     modules = kernel_modules()
-    found = [x for x in variants(modules, everything) if not options.names or x[0].startswith(tuple(options.names))]
+    known, failed = variants(modules, everything)
+    found = [x for x in known if not options.names or x[0].startswith(tuple(options.names))]
     results = results_of(found, options.jobs, options.fresh)
     by_version = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
     if options.record:
@@ -243,7 +249,8 @@ def main() -> int:
         RECORDED.write_text(json.dumps(dict(sorted(by_version.items())), indent=1) + "\n", encoding="utf-8")
     recorded = by_version.get(VERSION)
     wrong = judge(results, recorded, everything and not options.names)
-    wrong += [f"{module}: has device functions that no listed variant compiles" for module in uncovered(modules)]
+    wrong += [f"launch {problem}" for problem in failed]
+    wrong += [f"{module}: has device functions that no variant compiles" for module in uncovered(modules, known)]
     for x in results:
         print(f"{x.name:48s} {x.seconds:6.1f} s  registers {x.registers:3d}  main loop {x.loop or '-':>5}  total {x.total:6d}  "
               f"{x.matrix or 'no products'}")

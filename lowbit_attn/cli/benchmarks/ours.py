@@ -58,15 +58,15 @@ def _kernel(inputs: Inputs, recipe: str, backend: str) -> Bound:
     """The attention kernel on operands that are quantized and tiled beforehand."""
     if backend != "hopper":
         raise UnavailableError(f"backend {backend!r} has no kernel to time apart from quantization")
-    from lowbit_attn.kernels.hopper import attention as kernel  # type: ignore[attr-defined]
+    from lowbit_attn.kernels.hopper import attention as kernel
 
     _refuse(inputs, recipe, backend)
     causal, parsed = inputs.workload.causal, resolve(recipe)
     if inputs.cu is not None:
         prepared = kernel.prepare(inputs.query, inputs.key, inputs.value, parsed, is_causal=causal, cu_seq=(inputs.cu, inputs.cu))
         return Bound(lambda: kernel.run(prepared), first)
-    native = [x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value)]
-    prepared = kernel.prepare(*native, parsed, is_causal=causal)
+    q, k, v = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
+    prepared = kernel.prepare(q, k, v, parsed, is_causal=causal)
 
     def output(result: Any) -> Tensor:
         return first(result).transpose(1, 2)

@@ -66,7 +66,7 @@ def _shape(workload: Workload) -> str:
 
 def _hopper(inputs: Inputs, recipe: Recipe, save: bool) -> Callable[[], Any]:
     """One launch for Q, K and V, on tables that are built beforehand."""
-    from lowbit_attn.kernels.hopper.quantize import quantize_qkv  # type: ignore[import-not-found]
+    from lowbit_attn.kernels.hopper.quantize import quantize_qkv
     from lowbit_attn.kernels.hopper.tiling import dense_tiling, packed_tiling
 
     if inputs.cu is not None:

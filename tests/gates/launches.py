@@ -1,0 +1,118 @@
+"""What the Hopper attention launches, as its own host code launches it: caught on the CPU just before Triton would compile.
+
+So the gate compiles the very signatures, constants, alignments and options that a GPU run does, and launch code that does not
+fit its kernel fails here.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+TARGET = GPUTarget("cuda", 90, 32)
+PROCESSORS = 132
+
+
+class _Hopper:
+    """As much of a Triton driver as a launch asks before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of attention, of a common size: what Triton specializes on (sizes divisible by 16) is as in models."""
+
+    recipe: str
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    packed: bool = False
+
+    def __str__(self) -> str:
+        mask, kind = "causal" if self.causal else "full", "packed" if self.packed else "dense"
+        return "-".join((self.recipe, str(self.head_dim), str(self.dtype).removeprefix("torch."), mask, kind))
+
+    def launch(self) -> None:
+        """Everything that one forward launches."""
+        from lowbit_attn.kernels.hopper import attention
+        from lowbit_attn.recipes import resolve
+
+        query, key = (torch.zeros(2, 512, heads, self.head_dim, dtype=self.dtype) for heads in (16, 4))
+        options: dict[str, Any] = {"is_causal": self.causal}
+        if self.packed:
+            query, key = query.flatten(0, 1), key.flatten(0, 1)
+            cu = torch.tensor([0, 100, 1000], dtype=torch.int32)
+            options["cu_seq"] = (cu, cu)
+        attention.run(attention.prepare(query, key, key, resolve(self.recipe), **options))
+
+
+RECIPES = ("mxfp8", "mxfp8_fast")
+HEAD_DIMS = (64, 128, 256)
+
+
+def calls(everything: bool) -> Iterator[Call]:
+    """A call per recipe and head_dim; everything: also the other dtypes, masks and layouts."""
+    for recipe, head_dim in product(RECIPES, HEAD_DIMS):
+        yield Call(recipe, head_dim)
+    if everything:
+        for recipe, head_dim, dtype in product(RECIPES, (96, 128), (torch.float16, torch.float32)):
+            yield Call(recipe, head_dim, dtype)
+        for recipe, causal, packed in product(RECIPES, (False, True), (False, True)):
+            yield Call(recipe, 128, causal=causal, packed=packed)
+
+
+def caught(run: Callable[[], None]) -> list[tuple[JITFunction, dict, dict, dict, dict]]:
+    """Function, signature, constants, attributes and options of each compilation that `run` asks of Triton."""
+    found = []
+
+    def record(function: JITFunction, key: Any, signature: dict, device: int, constants: dict, options: Any, attributes: dict,
+               warmup: bool) -> None:
+        found.append((function, signature, constants, attributes, dict(options.__dict__)))
+
+    with ExitStack() as stack:
+        before = driver.active if driver._active is not None else None
+        driver.set_active(_Hopper())
+        stack.callback(driver.set_active, before)
+        stack.enter_context(patch.object(JITFunction, "_do_compile", record))
+        stack.enter_context(patch.object(torch.cuda, "device", lambda device: nullcontext()))
+        stack.enter_context(patch.object(torch.cuda, "get_device_properties",
+                                         lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)))
+        run()
+    return found
+
+
+def variants(everything: bool, listed: set[str]) -> tuple[list[tuple], list[str]]:
+    """Variants of the attention's launches, each once, and the calls that failed. Modules `listed` say for themselves what to
+    compile of theirs."""
+    found: dict[str, tuple] = {}
+    failed = []
+    for call in calls(everything):
+        try:
+            launches = caught(call.launch)
+        except Exception as error:  # launch code that does not fit its kernel is what this is for
+            failed.append(f"{call}: {type(error).__name__}: {error}")
+            continue
+        for function, *rest in launches:
+            if function.__module__ not in listed:
+                name = f"{function.__module__.rpartition('.')[2]}-{call}"
+                found.setdefault(repr((function.__module__, function.__name__, *rest)), (name, function, *rest))
+    return list(found.values()), failed

@@ -1,0 +1,44 @@
+"""Catching launches: what Triton would compile is seen, nothing is compiled, and the driver of the machine comes back."""
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="Triton runs on Linux only")
+
+import launches  # noqa: E402
+import torch  # noqa: E402
+import triton.language as tl  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+
+
+@triton.jit
+def add(x, y, count, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    tl.store(y + i, tl.load(x + i, mask=i < count), mask=i < count)
+
+
+def test_a_launch_is_seen_with_its_types_alignments_and_options():
+    x = torch.zeros(64, dtype=torch.bfloat16)
+    [(function, signature, constants, attributes, options)] = launches.caught(
+        lambda: add[(1,)](x, x[1:], 48, SIZE=64, num_warps=8))
+    assert function is add
+    assert signature == {"x": "*bf16", "y": "*bf16", "count": "i32", "SIZE": "constexpr"}
+    assert constants == {(3,): 64}
+    assert {path for path, known in attributes.items() if known} == {(0,), (2,)}  # x[1:] is not aligned to 16 bytes, 48 is divisible by 16
+    assert options["num_warps"] == 8
+
+
+def test_arguments_that_do_not_fit_the_kernel_raise():
+    with pytest.raises(TypeError, match="count"):
+        launches.caught(lambda: add[(1,)](torch.zeros(4), torch.zeros(4), SIZE=64))
+
+
+def test_the_machines_driver_comes_back():
+    before = driver._active
+    launches.caught(lambda: None)
+    assert driver._active is before
+
+
+@pytest.mark.parametrize("call", list(launches.calls(everything=True)), ids=str)
+def test_attention_launches_bind(call):
+    names = {function.__name__ for function, *_ in launches.caught(call.launch)}
+    assert {"attention", "quantize_kernel"} <= names
