@@ -9,6 +9,7 @@ import torch
 from diffusers.models import attention_processor
 from family_pipelines import FAMILIES
 from tiny_pipelines import torch_attention
+from torch._dynamo.utils import counters
 
 from lowbit_attn.integrations.diffusers import patch, report, unpatch
 from lowbit_attn.integrations.diffusers.adapters import ADAPTERS
@@ -101,22 +102,48 @@ def test_unpatch_restores_the_output(family):
     assert torch.equal(family.run(unpatch(pipe)), before)
 
 
-@pytest.mark.parametrize("name", [
-    "hunyuan video 1.5", "minimax-h3", "cogvideox", "ltx", "ltx-2", "flux",
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("wan i2v", "wan animate", "wan vace", "hunyuan video i2v")),
-])
+def _without_branches(family):
+    """LTX-2's perturbed guidance branches on a tensor, in diffusers' own processor too."""
+    return {"spatio_temporal_guidance_blocks": None, "stg_scale": 0.0, "audio_stg_scale": 0.0} if family.name == "ltx-2" else {}
+
+
+@pytest.mark.parametrize("name", ["hunyuan video 1.5", "minimax-h3", "cogvideox", "ltx", "ltx-2", "flux"])
 def test_a_block_of_any_family_runs_compiled_without_a_graph_break(name):
     torch.compiler.reset()
     family = FAMILIES[name]
-    # The guidance that perturbs attention branches on a tensor, in diffusers' own processor too.
-    changes = {"spatio_temporal_guidance_blocks": None, "stg_scale": 0.0, "audio_stg_scale": 0.0} if name == "ltx-2" else {}
-    eager = family.run(patch(family.make(), "fused_mxfp4"), **changes)
+    eager = family.run(patch(family.make(), "fused_mxfp4"), **_without_branches(family))
     pipe = family.make()
     model = experts(pipe)["transformer"]
     blocks = next(getattr(model, stream.blocks) for stream in reversed(STREAMS[family.family]) if hasattr(model, stream.blocks))
     blocks[-1].compile(backend="eager", fullgraph=True)
-    torch.testing.assert_close(family.run(patch(pipe, "fused_mxfp4"), **changes), eager, rtol=1e-5, atol=1e-5)
+    low = family.run(patch(pipe, "fused_mxfp4"), **_without_branches(family))
+    torch.testing.assert_close(low, eager, rtol=1e-5, atol=1e-5)
     assert report(pipe).counts().keys() == {"fused_mxfp4"}
+
+
+CANNOT = {
+    ("hunyuan video 1.5", "compile"): "branches on its inputs outside its blocks",
+    ("cogvideox", "compile_repeated_blocks"): "lists no repeated blocks",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["compile", "compile_repeated_blocks"])
+@every_family
+def test_any_family_compiles_as_diffusers_can_and_a_later_run_adds_no_graph(family, how):
+    if (family.name, how) in CANNOT:
+        pytest.skip(f"diffusers' model {CANNOT[family.name, how]}")
+    torch.compiler.reset()
+    counters.clear()
+    changes = _without_branches(family)
+    eager = family.run(patch(family.make(), "mxfp8"), **changes)
+    pipe = family.make()
+    for model in experts(pipe).values():
+        getattr(model, how)(backend="eager", fullgraph=True)
+    torch.testing.assert_close(family.run(patch(pipe, "mxfp8"), **changes), eager, rtol=1e-5, atol=1e-5)
+    graphs = counters["stats"]["unique_graphs"]
+    family.run(pipe, steps=3, **changes)
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 @pytest.mark.parametrize("adapter", ADAPTERS.values(), ids=ADAPTERS.keys())
