@@ -98,12 +98,13 @@ def gpu_run(tmp_path):
         target = tmp_path / Path(name).name
         target.write_text((ROOT / "tests" / name).read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "test_sample.py").write_text(SAMPLE)
+    (tmp_path / "test_absent.py").write_text("import pytest\n\npytest.importorskip('no_such_package')\n")
 
     def run(before=""):
         conftest = tmp_path / "conftest.py"
         conftest.write_text(before + conftest.read_text(encoding="utf-8"))
         environment = os.environ | {"LOWBIT_ATTN_GPU_RECORD": str(tmp_path / "out" / "record.json"), "PYTHONPATH": str(ROOT)}
-        result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sample.py"], cwd=tmp_path,
+        result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."], cwd=tmp_path,
                                 env=environment, capture_output=True, text=True, check=False)
         return result, tmp_path / "out" / "record.json"
 
@@ -115,6 +116,9 @@ def test_a_run_writes_every_outcome_and_the_kernels_it_ran(gpu_run):
     record = json.loads(path.read_text())
     assert record["device"] == "a GPU"
     assert record["kernels"] == fingerprint()
+    absent = record["outcomes"].pop("test_absent.py")
+    assert absent.startswith("skipped: ")
+    assert "no_such_package" in absent
     assert record["outcomes"] == {
         "test_sample.py::test_bad": "failed", "test_sample.py::test_broken": "error", "test_sample.py::test_good": "passed",
         "test_sample.py::test_left_out": "skipped: Skipped: needs two GPUs"}

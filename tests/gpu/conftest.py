@@ -25,12 +25,21 @@ def _triton() -> str | None:
     return triton.__version__
 
 
+def _reason(report):
+    return f": {report.longrepr[2]}" if report.skipped and isinstance(report.longrepr, tuple) else ""
+
+
+def pytest_collectreport(report):
+    """A file that cannot be imported, or that is skipped as a whole, has an outcome too."""
+    if report.outcome != "passed":
+        _outcomes[report.nodeid] = ("skipped" if report.skipped else "error") + _reason(report)
+
+
 def pytest_runtest_logreport(report):
     """A test's outcome is its call's, unless its setup or teardown ended otherwise."""
     if report.when == "call" or report.outcome != "passed":
-        reason = f": {report.longrepr[2]}" if report.skipped and isinstance(report.longrepr, tuple) else ""
         outcome = report.outcome if report.when == "call" or report.skipped else "error"
-        _outcomes[report.nodeid] = outcome + reason
+        _outcomes[report.nodeid] = outcome + _reason(report)
 
 
 @pytest.hookimpl(trylast=True)
