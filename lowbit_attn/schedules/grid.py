@@ -72,10 +72,12 @@ class BoundSchedule:
 
     Attributes:
         recipes: by expert, `[step][place]`, in the order of `layout.places`.
+        ruled: indices of the places that some rule selects at some step, known without the number of steps.
     """
 
     layout: Layout
     recipes: Mapping[str, list[list[str]]]
+    ruled: frozenset[int]
 
     def recipe(self, step: int, block: int, expert: str | None = None, kind: str | None = None) -> str:
         """Recipe of one block's attention; arguments as in `grid`."""
@@ -118,7 +120,9 @@ def bind_rules(source: Source, attention: "AttentionSection", layout: Layout) ->
     recipes = {expert: [[default if owner < 0 else attention.rules[owner].recipe
                          for owner, default in zip(row, untouched, strict=True)] for row in rows]
                for expert, rows in owners.items()}
-    return BoundSchedule(layout, recipes)
+    ruled = frozenset(place for number, rule in enumerate(attention.rules)
+                      for place in _select_places(source, number, rule, layout))
+    return BoundSchedule(layout, recipes, ruled)
 
 
 def _select(source: Source, number: int, key: str, rule: "Rule", count: int) -> frozenset[int]:

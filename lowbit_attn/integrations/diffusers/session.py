@@ -17,7 +17,7 @@ from lowbit_attn.integrations.diffusers.processors import PROCESSORS, LowBitProc
 from lowbit_attn.integrations.diffusers.processors.base import RESTING
 from lowbit_attn.integrations.diffusers.record import Call, RunReport
 from lowbit_attn.recipes import UNQUANTIZED
-from lowbit_attn.schedules import UNCHANGED, BoundSchedule, Layout, PrecisionSchedule
+from lowbit_attn.schedules import UNCHANGED, BoundSchedule, Layout, Place, PrecisionSchedule
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ class Plan:
         if any(count != counts[0] for count in counts):
             shown = [list(count.values()) if len(count) > 1 else sum(count.values()) for count in counts]
             raise ValueError(f"pipe: experts with different numbers of blocks, {shown}; accepted: equal numbers")
-        layout = schedule.check(counts[0], tuple(models), adapter.family).layout
-        wanted = _wanted(schedule, layout, adapter.family)
-        sites = {expert: [(index, Site(place, each.get_submodule(place.name))) for index, place in enumerate(layout.places)
-                          if place.name in wanted] for expert, each in models.items()}
+        bound = schedule.check(counts[0], tuple(models), adapter.family)
+        wanted = _wanted(schedule, bound, adapter.family)
+        sites = {expert: [(index, Site(place, each.get_submodule(place.name))) for index, place in wanted]
+                 for expert, each in models.items()}
         ours = () if present is None else present.processors()
         for expert, own in sites.items():
             for _, site in own:
                 _check_site(expert, site, ours)
-        return cls(adapter, schedule, models, layout, sites)
+        return cls(adapter, schedule, models, bound.layout, sites)
 
 
 def _check_pipeline(pipe: Any, adapter: Adapter, models: dict[str, Any]) -> None:
@@ -64,14 +64,14 @@ def _check_pipeline(pipe: Any, adapter: Adapter, models: dict[str, Any]) -> None
                             f"{', '.join(adapter.models)}")
 
 
-def _wanted(schedule: PrecisionSchedule, layout: Layout, family: str) -> set[str]:
-    """Names of the modules that get a processor: cross-attention only if the schedule ever gives it a recipe."""
-    attention = schedule.attention
-    crossing = attention.cross != UNCHANGED or any(rule.kind == "cross" or rule.modules for rule in attention.rules)
-    if attention.cross != UNCHANGED and "cross" not in layout.kinds:
-        raise ValueError(f"schedule attention.cross: got {attention.cross!r}; accepted for {family!r}: {UNCHANGED!r}, it has no "
+def _wanted(schedule: PrecisionSchedule, bound: BoundSchedule, family: str) -> list[tuple[int, Place]]:
+    """Modules that get a processor: of the cross-attention only those that the schedule gives a recipe at some step."""
+    cross = schedule.attention.cross
+    if cross != UNCHANGED and "cross" not in bound.layout.kinds:
+        raise ValueError(f"schedule attention.cross: got {cross!r}; accepted for {family!r}: {UNCHANGED!r}, it has no "
                          "cross-attention that can run in low bits")
-    return {place.name for place in layout.places if crossing or place.kind != "cross"}
+    return [(index, place) for index, place in enumerate(bound.layout.places)
+            if place.kind != "cross" or cross != UNCHANGED or index in bound.ruled]
 
 
 def _check_site(expert: str, site: Site, ours: tuple[LowBitProcessor, ...]) -> None:

@@ -8,7 +8,7 @@ import torch
 from diffusers import DDPMPipeline, DDPMScheduler, DiffusionPipeline, UNet2DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from family_pipelines import cogvideox, hunyuan_i2v, run_cogvideox, run_hunyuan_i2v
+from family_pipelines import cogvideox, hunyuan_i2v, run_cogvideox, run_hunyuan_i2v, wan_i2v
 from tiny_pipelines import hunyuan, run_wan, wan, wan_scheduler, wan_transformer
 
 from lowbit_attn.integrations.diffusers import patch, report, unpatch
@@ -292,4 +292,12 @@ def test_rules_for_cross_attention_or_modules_give_it_a_processor():
     rules = [{"modules": "blocks.0.attn2", "recipe": "mxfp8"}]
     pipe = patch(wan(experts=1), {"version": 1, "name": "m", "attention": {"default": "bf16", "rules": rules}})
     run_wan(pipe, steps=2)
-    assert report(pipe).counts("cross") == {"bf16": 2 * 2 * 2, "mxfp8": 2 * 2}
+    assert report(pipe).counts("cross") == {"mxfp8": 2 * 2}
+    assert [type(block.attn2.processor) for block in pipe.transformer.blocks] == [WanProcessor, WanAttnProcessor, WanAttnProcessor]
+
+
+def test_rules_by_module_name_leave_image_cross_attention_alone():
+    rules = [{"modules": "blocks.0.attn1", "recipe": "bf16"}]
+    patch(wan_i2v(), {"version": 1, "name": "m", "attention": {"default": "mxfp8", "rules": rules}})
+    with pytest.raises(ValueError, match=r"cross-attention to images as well as text; accepted: attention\.cross: unchanged"):
+        patch(wan_i2v(), {"version": 1, "name": "m", "attention": {"default": "mxfp8", "cross": "mxfp8"}})
