@@ -9,6 +9,10 @@ import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
+from lowbit_attn.cli.benchmarks import ours, quantizers  # noqa: E402
+from lowbit_attn.cli.benchmarks.workloads import PRESETS, Inputs, Preset  # noqa: E402
+from lowbit_attn.recipes import resolve  # noqa: E402
+
 
 @triton.jit
 def add(x, y, count, SIZE: tl.constexpr):
@@ -43,3 +47,16 @@ def test_the_machines_driver_comes_back():
 def test_attention_launches_bind(call):
     names = {function.__name__ for function, *_ in launches.caught(call.launch)}
     assert {"attention", "quantize_kernel"} <= names
+
+
+@pytest.mark.parametrize("workload", PRESETS[Preset.SMALL], ids=str)
+def test_what_the_benchmark_times_alone_launches(workload):
+    inputs = Inputs.draw(workload, torch.device("cpu"))
+    for recipe in launches.RECIPES:
+        def times_alone(recipe=recipe):
+            bound = ours._kernel(inputs, recipe, "hopper")
+            assert [x[0].__name__ for x in launches.caught(bound.run)] == ["attention"]
+            quantize = quantizers._hopper(inputs, resolve(recipe), save=False)
+            assert [x[0].__name__ for x in launches.caught(quantize)] == ["quantize_kernel"]
+
+        launches.caught(times_alone)
