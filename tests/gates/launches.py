@@ -28,7 +28,7 @@ class _Hopper:
         return TARGET
 
     def get_current_device(self) -> int:
-        return 0
+        return -1  # kernels keep a cache per device: a real one is left alone
 
     def get_current_stream(self, device: int) -> int:
         return 0
