@@ -177,14 +177,17 @@ def _is_supported(site: nn.Module) -> bool:
     return any(_is_a(site, model) for model in _SUPPORTED)
 
 
-def _register() -> None:
-    """The converter, and torchtitan's own train specs with our metrics processor and the flavor that it lacks."""
-    register_model_converter(LowbitConverter, NAME)
+def _register_train_specs() -> None:
+    """torchtitan's own train specs with our metrics processor, and the flavor that it lacks."""
     for name in _SUPPORTED:
-        if name not in _extra_train_specs:  # one that is there is the user's
+        if name in _extra_train_specs:  # the user's own
+            continue
+        try:
             spec = get_train_spec(name)
-            flavors = {**spec.model_args, **_extra_flavors(name, spec.model_args)}
-            register_train_spec(name, replace(spec, model_args=flavors, build_metrics_processor_fn=build_metrics_processor))
+        except (ImportError, AttributeError):
+            continue  # a model that cannot be imported with this torch cannot be trained either
+        flavors = {**spec.model_args, **_extra_flavors(name, spec.model_args)}
+        register_train_spec(name, replace(spec, model_args=flavors, build_metrics_processor_fn=build_metrics_processor))
 
 
 def _extra_flavors(name: str, flavors: Any) -> dict[str, Any]:
@@ -194,6 +197,7 @@ def _extra_flavors(name: str, flavors: Any) -> dict[str, Any]:
     return {"1B_varlen": replace(flavors["8B_varlen"], dim=2048, n_layers=16, n_heads=16, n_kv_heads=8, ffn_dim_multiplier=1.5)}
 
 
-_register()
+register_model_converter(LowbitConverter, NAME)
+_register_train_specs()
 
 __all__ = ["JobConfig", "LowbitConverter", "LowbitMetrics", "LowbitSDPA", "LowbitVarlen", "build_metrics_processor"]

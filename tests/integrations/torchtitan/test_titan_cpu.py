@@ -18,7 +18,8 @@ from lowbit_attn.integrations.torchtitan.cpu import enable_cpu
 def _state() -> list[Any]:
     modules: list[ModuleType] = [utils, metrics, parallel_dims]
     return [*(getattr(module, "device_type", None) for module in modules),
-            *(getattr(module, "device_module", None) for module in modules), sorted(vars(torch.cpu)), dist.barrier,
+            *(getattr(module, "device_module", None) for module in modules), sorted(vars(torch.cpu)),
+            dist.barrier, getattr(dist, "set_timeout", None),
             vars(FSDPModule)["set_gradient_divide_factor"]]
 
 

@@ -1,5 +1,9 @@
 """The recipe of every layer, from the options of a training configuration."""
 
+import json
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from lowbit_attn.integrations.torchtitan.options import AttentionOptions, check_options, layer_recipes
@@ -47,3 +51,10 @@ def test_rules_that_do_not_fit_are_named(rules: str, message: str) -> None:
 def test_options_that_cannot_train_are_named(options: AttentionOptions, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_options(options)
+
+
+def test_the_page_on_training_has_every_option_with_its_default() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "training-torchtitan.md").read_text()
+    for option in fields(AttentionOptions):
+        shown = "none" if option.default is None else f"`{json.dumps(option.default)}`"
+        assert f"| `{option.name}` | {shown} |" in page

@@ -1,5 +1,6 @@
 """What cannot run in 0.2.x is refused before training, by the name of the setting, and the model stays as it was."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from titan_v02 import build_model, converter, edited_config
 from torchtitan.models.attention import FlexAttentionWrapper, VarlenMetadata
 from torchtitan.protocols.train_spec import get_train_spec
 
-from lowbit_attn.integrations.torchtitan import AttentionOptions
+from lowbit_attn.integrations.torchtitan import AttentionOptions, v02
 from lowbit_attn.integrations.torchtitan.launch import train
 
 
@@ -97,6 +98,25 @@ def test_a_train_spec_with_other_metrics_cannot_hold_the_probe(on_cpu: None, mon
         converter(AttentionOptions(probe_every=1)).convert(build_model("llama3_bytes", "tiny", device="meta"))
     converter().convert(build_model("llama3_bytes", "tiny", device="meta"))
     assert "recipes will not be in the metrics log" in caplog.text
+
+
+def test_train_specs_are_extended_and_those_of_the_user_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that torchtitan cannot import with this torch does not keep the others from being registered."""
+    def stock(name: str) -> Any:
+        if name == "llama4":
+            raise ImportError
+        return importlib.import_module(f"torchtitan.models.{name}").get_train_spec()
+
+    mine, specs = stock("qwen3"), {}
+    specs["qwen3"] = mine
+    monkeypatch.setattr(v02, "_extra_train_specs", specs)
+    monkeypatch.setattr(v02, "get_train_spec", stock)
+    monkeypatch.setattr(v02, "register_train_spec", specs.__setitem__)
+    v02._register_train_specs()
+    assert list(specs) == ["qwen3", "llama3"]
+    assert specs["qwen3"] is mine
+    assert specs["llama3"].build_metrics_processor_fn is v02.build_metrics_processor
+    assert set(specs["llama3"].model_args) == {*stock("llama3").model_args, "1B_varlen"}
 
 
 def test_a_memory_budget_that_may_run_the_forward_twice_is_named(on_cpu: None, caplog: pytest.LogCaptureFixture) -> None:
