@@ -19,7 +19,7 @@ SHIFT_KEYS = ("flow_shift", "shift")
 """What schedulers call the flow shift."""
 
 
-class GenerateError(Exception):
+class GenerateError(ValueError):
     """Something the user can put right."""
 
 
@@ -64,7 +64,7 @@ def generate(
     latents: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save the final latents (.safetensors).")] = None,
 ) -> None:
     """Generate a video and report what ran. The schedule's `sampling` settings are set, and printed; options override them."""
-    from lowbit_attn.schedules import ScheduleError, load
+    from lowbit_attn.schedules import load
 
     try:
         extras.require("diffusers")
@@ -81,8 +81,13 @@ def generate(
         _place(pipe, device or ("cuda" if torch.cuda.is_available() else "cpu"), offload)
         if tiling:
             _tile(pipe)
-        _run(pipe, plan, call, compile_blocks, out, latents)
-    except (GenerateError, ScheduleError, extras.MissingExtraError, TypeError, ValueError) as error:
+        _patch(pipe, plan, compile_blocks)
+    except (extras.MissingExtraError, TypeError, ValueError) as error:
+        fail(error)
+    _print_sampling(pipe, call)
+    try:
+        _run(pipe, call, out, plan.sampling.fps or DEFAULT_FPS, latents)
+    except ValueError as error:  # a setting that the pipeline refuses, or a rule for a step that this run does not have
         fail(error)
 
 
@@ -93,8 +98,11 @@ def load_pipeline(model: str, dtype: torch.dtype) -> Any:
     folder = Path(model).expanduser()
     looks_local = folder.exists() or model.startswith((".", "/", "~"))
     if looks_local and not (folder / "model_index.json").is_file():
-        raise GenerateError(f"--model: got {model!r}, which {'has no model_index.json' if folder.is_dir() else 'is no folder'}; "
-                            "accepted: a diffusers checkpoint folder, or an id on the hub")
+        problem = "has no model_index.json" if folder.is_dir() else "is no folder"
+        if (folder / "modular_model_index.json").is_file():
+            problem = "is a modular pipeline: load and patch it in Python"
+        raise GenerateError(f"--model: got {model!r}, which {problem}; accepted: a diffusers checkpoint folder, or an id on the "
+                            "hub")
     try:
         return DiffusionPipeline.from_pretrained(str(folder) if looks_local else model,
                                                  dtype={"default": dtype, "vae": torch.float32})
@@ -160,27 +168,36 @@ def _tile(pipe: Any) -> None:
     vae.enable_tiling()
 
 
-def _run(pipe: Any, schedule: "PrecisionSchedule", call: dict[str, Any], compile_blocks: bool, out: Path,
-         latents: Path | None) -> None:
-    from lowbit_attn.integrations.diffusers import patch, report
+def _patch(pipe: Any, schedule: "PrecisionSchedule", compile_blocks: bool) -> None:
+    from lowbit_attn.integrations.diffusers import patch
     from lowbit_attn.integrations.diffusers.adapters import adapter_for
 
-    shown = {"scheduler": type(pipe.scheduler).__name__,
-             **{key: pipe.scheduler.config[key] for key in SHIFT_KEYS if key in pipe.scheduler.config},
-             **{name: value for name, value in call.items() if isinstance(value, int | float)}}
-    console.print("sampling: " + ", ".join(f"{name} {value}" for name, value in shown.items()), soft_wrap=True)
     patch(pipe, schedule, report=True)
     if compile_blocks:
         for model in adapter_for(pipe, schedule.model).experts(pipe).values():
             model.compile_repeated_blocks()  # type: ignore[operator]
+
+
+def _print_sampling(pipe: Any, call: dict[str, Any]) -> None:
+    shown = {"scheduler": type(pipe.scheduler).__name__,
+             **{key: pipe.scheduler.config[key] for key in SHIFT_KEYS if key in pipe.scheduler.config},
+             **{name: value for name, value in call.items() if isinstance(value, int | float)}}
+    console.print("sampling: " + ", ".join(f"{name} {value}" for name, value in shown.items()), soft_wrap=True)
+
+
+def _run(pipe: Any, call: dict[str, Any], out: Path, fps: float, latents: Path | None) -> None:
+    from lowbit_attn.integrations.diffusers import report
+
     last: dict[str, torch.Tensor] = {}
 
     def keep(pipe: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         last.update(tensors)
         return tensors
 
-    video = pipe(**call, callback_on_step_end=keep).frames[0]
-    media.save_frames(video.float(), out, schedule.sampling.fps or DEFAULT_FPS)
+    video = getattr(pipe(**call, callback_on_step_end=keep), "frames", None)
+    if video is None:
+        raise GenerateError(f"--model: a {type(pipe).__name__} makes no video; accepted: a pipeline that does")
+    media.save_frames(video[0].float(), out, fps)
     if latents is not None:
         from safetensors.torch import save_file
 

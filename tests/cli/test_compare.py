@@ -25,6 +25,8 @@ def test_equal_frames_have_no_distance():
     fidelity = compare_frames(_frames(), _frames())
     assert set(fidelity.psnr) == {math.inf}
     assert fidelity.ssim == pytest.approx([1.0] * 5)
+    flat = torch.full((2, 3, 24, 24), 0.3)
+    assert compare_frames(flat, flat).ssim == pytest.approx([1.0, 1.0], abs=1e-6)
     assert fidelity.faults == []
 
 

@@ -59,11 +59,16 @@ def test_options_override_the_schedule_and_a_seed_repeats(run, checkpoint, sched
 @pytest.mark.parametrize(("options", "message"), [
     (("--model", "{tmp}/nothing"), "which is no folder; accepted: a diffusers checkpoint folder"),
     (("--model", "{tmp}"), "which has no model_index.json"),
+    (("--model", "{tmp}/modular"), "which is a modular pipeline: load and patch it in Python"),
+    (("--schedule", "wan2.1-t2v-14b-hybrid", "--steps", "1"), "never applies with 1 steps and 2 blocks"),
+    (("--height", "33"), "have to be divisible by"),
     (("--schedule", "nope.yaml"), "got 'nope.yaml', which is no file"),
     (("--schedule", "hunyuan-video-mxattention"), "model: got 'hunyuan_video' for a WanPipeline; accepted: 'wan'"),
     (("--offload", "model", "--device", "cpu"), "there is nothing to offload; accepted: none"),
 ])
 def test_what_cannot_be_generated_says_why(run, checkpoint, schedule, tmp_path, options, message):
+    (tmp_path / "modular").mkdir()
+    (tmp_path / "modular" / "modular_model_index.json").touch()
     given = {"--model": checkpoint, "--schedule": schedule, "--prompt": "x", "--out": tmp_path / "frames", "--dtype": "float32"}
     for key, value in zip(options[::2], options[1::2], strict=True):
         given[key] = value.replace("{tmp}", str(tmp_path))
