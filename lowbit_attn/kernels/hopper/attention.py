@@ -33,6 +33,8 @@ class Config:
     promote: int
     warpgroups: int
     registers: int
+    turns: int = 1
+    settle: int = 0
 
 
 EXACT = {64: Config(3, 8, 2, 240), 128: Config(3, 8, 2, 240), 256: Config(2, 8, 1, 240)}
@@ -148,12 +150,12 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
                 *descriptors, _descriptor(records.weights, 8, TILE), output, lse, quantized.q_scales, records.tiles,
                 quantized.v_group, records.quiet, tiling.work, tiling.count, documents=tiling.documents.shape[0],
                 factor=factor * unit, THRESHOLD=recipe.max_threshold * unit, SHARED=SHARED_FOLD, STAGES=config.stages,
-                PROMOTE=config.promote, WARPGROUPS=config.warpgroups, REGISTERS=config.registers, **shared)
+                PROMOTE=config.promote, WARPGROUPS=config.warpgroups, REGISTERS=config.registers, SETTLE=config.settle, **shared)
         else:
             forward.attention[(programs,)](
                 *descriptors, output, lse, quantized.q_scales, records.tiles, quantized.v_group, tiling.work, tiling.count,
                 factor=factor, THRESHOLD=recipe.max_threshold, STAGES=config.stages, PROMOTE=config.promote,
-                WARPGROUPS=config.warpgroups, REGISTERS=config.registers, **shared)
+                WARPGROUPS=config.warpgroups, REGISTERS=config.registers, TURNS=config.turns, **shared)
     return output if dim == prepared.head_dim else output[..., :prepared.head_dim].contiguous(), lse
 
 

@@ -182,11 +182,30 @@ def softmax_general(scores, row_scale, k_scale, exponent, limit, maximum, refere
 
 
 @gluon.jit
-def pack(h):
+def pack(h, OPERAND: gl.constexpr):
     """Words of 1024 + code [64, 64] -> words of four codes [64, 32], keys in the order of `forward.pack`."""
+    CODES: gl.constexpr = gl.zeros([ROWS, KEYS], gl.int32, OPERAND).reshape([ROWS, KEYS // 4, 4]).type.layout
     pairs = h.reshape([ROWS, KEYS // 16, 2, 4]).permute((0, 1, 3, 2))
     first, second = gl.split(pairs)
-    return inline.low_bytes(first, second).reshape([ROWS, KEYS // 4])
+    return gl.convert_layout(inline.low_bytes(first, second).reshape([ROWS, KEYS // 4]), gl.SliceLayout(2, CODES))
+
+
+@gluon.jit
+def first_full(scores, row_scale, k_scale, fold, tile_reference, state, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
+               UNIT: gl.constexpr, OPERAND: gl.constexpr):
+    """A first tile that every row sees in full: packed codes, maximum, row sum so far, reference."""
+    h, maximum, _, _, reference = softmax_full(scores, row_scale, k_scale, fold, 0.0, tile_reference, state - 3e38, BASE, THRESHOLD, UNIT)
+    return pack(h, OPERAND), maximum, state, reference
+
+
+@gluon.jit
+def first_general(scores, row_scale, k_scale, exponent, limit, state, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
+                  UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, OPERAND: gl.constexpr):
+    """A first tile that some row sees in part."""
+    start = gl.full([ROWS], -127.0, gl.float32, row_scale.type.layout)
+    h, new, _, _, after, sums = softmax_general(scores, row_scale, k_scale, exponent, limit, start, start, BASE, THRESHOLD, UNIT, LOWEST,
+                                                SHARED, True)
+    return pack(h, OPERAND), from_rows(new, state), from_rows(sums, state), from_rows(after, state)
 
 
 @gluon.jit
@@ -210,7 +229,7 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
             limit, counted, words, maximum, row_sum, reference, accumulator, master, promoted, BASE: gl.constexpr,
             THRESHOLD: gl.constexpr, UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, GENERAL: gl.constexpr,
             WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-            SCORES: gl.constexpr, SUMS: gl.constexpr, OPERAND: gl.constexpr, BLOCKS: gl.constexpr, STATE: gl.constexpr):
+            SCORES: gl.constexpr, SUMS: gl.constexpr, OPERAND: gl.constexpr, BLOCKS: gl.constexpr, STATE: gl.constexpr, SETTLE: gl.constexpr):
     """Scores of tile i + 1, row sum and P V of tile i, then, beside the latter, the softmax of tile i + 1. `counted` is 1 if tile
     i's row sum comes from the GEMM."""
     stage = step % STAGES
@@ -251,9 +270,11 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
     else:
         h, new, decay, factor, after = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, BASE, THRESHOLD,
                                                     UNIT)
+    if SETTLE:
+        h = inline.settle_words(h, WARPGROUP)
     accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
     mbarrier.arrive(v_empty.index(stage), count=1)
-    words = pack(h)  # after the wait: wgmma still reads the registers of the last words
+    words = pack(h, OPERAND)  # after the wait: wgmma still reads the registers of the last words
     row_sum = (row_sum + row_sums(sums, STATE) * counted) * decay
     if GENERAL:
         row_sum = row_sum + tile_sum
@@ -270,7 +291,8 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
 def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, q, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
             k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, documents, factor, GROUP,
             WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
-            LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr):
+            LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
+            SETTLE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     UNIT: gl.constexpr = 8.0 / 126.0
     BASE: gl.constexpr = (8.0 * (P_LOG2 + 7.0) - 0.4584) / 126.0
@@ -324,6 +346,7 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         full = gl.minimum(gl.maximum(gl.minimum(k_valid, diagonal + 1), 0) // KEYS, mine)
         full = uniform(gl.minimum(full, loud))
         k_scale = gl.load(tile_records + block)
+        fold = gl.load(tile_records + 4 + block)
         exponent = gl.load(tile_exponents + block)
         mbarrier.wait(q_full, turn & 1)
         stage = step % STAGES
@@ -333,29 +356,28 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         raw = warpgroup_mma_wait(0, deps=(raw,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         scores = inline.words_of(raw)
-        start = gl.full([ROWS], -127.0, gl.float32, ROW)
         state = gl.zeros([4, 8, 4, 2], gl.float32, STATE)
-        h, new, _, _, after, tile_sum = softmax_general(scores, general_scale, k_scale, exponent, limit, start, start, BASE, THRESHOLD,
-                                                        UNIT, LOWEST, SHARED, True)
-        words = pack(h)
-        maximum = from_rows(new, state)
-        reference = from_rows(after, state)
-        row_sum = from_rows(tile_sum, state)
+        if full > 0:
+            words, maximum, row_sum, reference = first_full(scores, row_scale, k_scale, fold, gl.load(tile_records + 13), state, BASE,
+                                                            THRESHOLD, UNIT, OPERAND)
+        else:
+            words, maximum, row_sum, reference = first_general(scores, general_scale, k_scale, exponent, limit, state, BASE, THRESHOLD,
+                                                               UNIT, LOWEST, SHARED, OPERAND)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = maximum * (1.0 / UNIT) + reference
         for i in range(0, full - 1):
             step, words, maximum, row_sum, reference, accumulator, promoted = advance(
                 i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                general_scale, limit, gl.where(i > 0, 1.0, 0.0), words, maximum, row_sum, reference, accumulator, master, promoted,
+                general_scale, limit, 1.0, words, maximum, row_sum, reference, accumulator, master, promoted,
                 BASE, THRESHOLD, UNIT, LOWEST, SHARED, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND,
-                BLOCKS, STATE)
+                BLOCKS, STATE, SETTLE)
         for i in range(gl.maximum(full - 1, 0), mine - 1):
             step, words, maximum, row_sum, reference, accumulator, promoted = advance(
                 i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                general_scale, limit, gl.where((i > 0) & (i < full), 1.0, 0.0), words, maximum, row_sum, reference, accumulator,
+                general_scale, limit, gl.where(i < full, 1.0, 0.0), words, maximum, row_sum, reference, accumulator,
                 master, promoted, BASE, THRESHOLD, UNIT, LOWEST, SHARED, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES,
-                SUMS, OPERAND, BLOCKS, STATE)
+                SUMS, OPERAND, BLOCKS, STATE, SETTLE)
         stage = step % STAGES
         codes = operand(words, OPERAND)
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
@@ -365,7 +387,7 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
                                     is_async=True)
         accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
         mbarrier.arrive(v_empty.index(stage), count=1)
-        row_sum = row_sum + row_sums(sums, STATE) * gl.where((mine > 1) & (mine - 1 < full), 1.0, 0.0)
+        row_sum = row_sum + row_sums(sums, STATE) * gl.where(mine - 1 < full, 1.0, 0.0)
         step += 1
         for i in range(mine, tiles):  # tiles that only the other warpgroups need
             stage = step % STAGES
@@ -411,7 +433,7 @@ def scale_of(code):
 def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, exponents, quiet, work, count, heads, groups,
               head_stride, document_extra, max_tiles, documents, factor, GROUP, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
               LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-              WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
+              WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr, SETTLE: gl.constexpr):
     """The kernel: three consumers of 64 rows and a loader warp."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + q_desc.block_type.shape, q_desc.layout)
@@ -437,7 +459,7 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
                        w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
-                       max_tiles, documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+                       max_tiles, documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE, SETTLE)),
             (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
                           k_empty, v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [1], [24])
@@ -445,13 +467,13 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+                       documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE, SETTLE)),
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), q_smem.index(1), k_smem, v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+                       documents, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE, SETTLE)),
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(2), q_smem.index(2), k_smem, v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+                       documents, factor, GROUP, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE, SETTLE)),
             (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty,
                           v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

@@ -85,6 +85,52 @@ def pass_turn(WARPGROUP: gl.constexpr):
         gl.inline_asm_elementwise("bar.arrive 12, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
+def _settle_asm(barrier: int) -> str:
+    return (f"{{ .reg .pred p; setp.gt.f32 p, $2, $3; bar.red.or.pred p, {barrier}, 128, p; mov.b32 $0, $2; mov.b32 $1, $3; }}")
+
+
+SETTLE_0: gl.constexpr = gl.constexpr(_settle_asm(13))
+SETTLE_1: gl.constexpr = gl.constexpr(_settle_asm(14))
+SETTLE_2: gl.constexpr = gl.constexpr(_settle_asm(15))
+
+
+@gluon.jit
+def settle(x, WARPGROUP: gl.constexpr):
+    """x, two float32 a thread, once the warpgroup has it: a barrier that depends on x. ptxas moves a wait for wgmma ahead of
+    arithmetic that is meant to run beside it, but not ahead of this."""
+    if WARPGROUP == 0:
+        y = gl.inline_asm_elementwise(SETTLE_0, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)
+    elif WARPGROUP == 1:
+        y = gl.inline_asm_elementwise(SETTLE_1, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)
+    else:
+        y = gl.inline_asm_elementwise(SETTLE_2, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)
+    return y
+
+
+def _settle_words_asm(barrier: int) -> str:
+    last = (39, 47, 55, 63)  # one of each block of keys
+    return (f"{{ .reg .pred p; .reg .b32 a, b; or.b32 a, ${last[0]}, ${last[1]}; or.b32 b, ${last[2]}, ${last[3]}; or.b32 a, a, b; "
+            f"setp.ne.u32 p, a, 0; bar.red.or.pred p, {barrier}, 128, p; }}")
+
+
+SETTLE_WORDS: gl.constexpr = gl.constexpr(",".join(["=r"] * 32 + [str(i) for i in range(32)]))
+SETTLE_WORDS_0: gl.constexpr = gl.constexpr(_settle_words_asm(13).replace("$39", "$7").replace("$47", "$15").replace("$55", "$23").replace("$63", "$31"))
+SETTLE_WORDS_1: gl.constexpr = gl.constexpr(_settle_words_asm(14).replace("$39", "$7").replace("$47", "$15").replace("$55", "$23").replace("$63", "$31"))
+SETTLE_WORDS_2: gl.constexpr = gl.constexpr(_settle_words_asm(15).replace("$39", "$7").replace("$47", "$15").replace("$55", "$23").replace("$63", "$31"))
+
+
+@gluon.jit
+def settle_words(x, WARPGROUP: gl.constexpr):
+    """`settle` for 32 words a thread, by four of them."""
+    if WARPGROUP == 0:
+        y = gl.inline_asm_elementwise(SETTLE_WORDS_0, SETTLE_WORDS, [x], dtype=gl.int32, is_pure=False, pack=32)
+    elif WARPGROUP == 1:
+        y = gl.inline_asm_elementwise(SETTLE_WORDS_1, SETTLE_WORDS, [x], dtype=gl.int32, is_pure=False, pack=32)
+    else:
+        y = gl.inline_asm_elementwise(SETTLE_WORDS_2, SETTLE_WORDS, [x], dtype=gl.int32, is_pure=False, pack=32)
+    return y
+
+
 # From here on, "words" are int32 that hold two float16: the lower half is the earlier key. Tensors of float16 carried around a
 # loop would be taken apart and put together again at every turn.
 
