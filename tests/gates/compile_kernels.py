@@ -3,9 +3,9 @@
     python tests/gates/compile_kernels.py [--everything] [--record] [--fresh] [--jobs N] [--json FILE] [NAME ...]
 
 A variant fails on register spills, on wgmma instructions that ptxas serialises, on matrix instructions other than the FP8 ones,
-and on more instructions in its main loop (without a loop over matrix instructions: in the whole kernel) than recorded.json has
-for this Triton version. --record writes the figures as they are now into recorded.json; do that when a rise is meant, and say
-why in docs/kernel-log.md. Names are prefixes of variants; by default all of them are compiled.
+and on more instructions in one of its main loops (innermost ones over matrix instructions; without any: in the whole kernel)
+than recorded.json has for this Triton version. --record writes the figures as they are now into recorded.json; do that when a
+rise is meant, and say why in docs/kernel-log.md. Names are prefixes of variants; by default all of them are compiled.
 
 What is compiled: what attention launches (launches.py), and what a kernel module lists: `variants()` yields (name, jit function,
 signature, constants, attributes, options), the arguments of Triton's ASTSource and compile. With a parameter,
@@ -55,6 +55,9 @@ MATRIX = ("HMMA", "IMMA", "DMMA", "BMMA", "HGMMA", "IGMMA", "BGMMA", "QGMMA")
 FP8 = "QGMMA"
 SERIALISED = re.compile(r"C751[0-7].*")
 
+Figures = dict[str, Any]
+"""Of a variant in recorded.json: "instructions" of each main loop, the largest first, and the number of FP8 products."""
+
 Variant = tuple[str, JITFunction, dict[str, str], dict[str, Any], dict[tuple[int, ...], list], dict[str, Any]]
 
 
@@ -70,15 +73,15 @@ class Compiled:
     warnings: list[str] = field(default_factory=list)
     matrix: dict[str, int] = field(default_factory=dict)
     """Matrix instructions by opcode, in the whole kernel."""
-    loop: int | None = None
-    """Instructions of the main loop, None without a loop over matrix instructions."""
+    loops: list[int] = field(default_factory=list)
+    """Instructions of each main loop: an innermost one over matrix instructions."""
     total: int = 0
     error: str | None = None
 
     @property
-    def counted(self) -> dict[str, int]:
+    def counted(self) -> Figures:
         """The figures that recorded.json holds."""
-        return {"instructions": self.total if self.loop is None else self.loop, FP8: self.matrix.get(FP8, 0)}
+        return {"instructions": self.loops or [self.total], FP8: self.matrix.get(FP8, 0)}
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -141,13 +144,13 @@ def compile_variant(variant: Variant) -> Compiled:
 
 def read(name: str, log: str, program: Program, seconds: float = 0.0) -> Compiled:
     """Put ptxas's report (`-v`) and the SASS into figures."""
-    opcodes, loop = program.opcodes, program.main_loop(FP8)
+    opcodes = program.opcodes
     registers = re.search(r"Used (\d+) registers", log)
     return Compiled(name, seconds, int(registers[1]) if registers else 0,
                     sum(int(count) for count in re.findall(r"(\d+) bytes spill", log)),
                     sorted({match.strip() for match in SERIALISED.findall(log)}),
                     {opcode: opcodes[opcode] for opcode in MATRIX if opcodes[opcode]},
-                    None if loop is None else loop.total(), opcodes.total())
+                    [loop.total() for loop in program.main_loops(FP8)], opcodes.total())
 
 
 def disassemble(cubin: bytes) -> str:
@@ -158,7 +161,7 @@ def disassemble(cubin: bytes) -> str:
         return subprocess.run([TOOLS / "nvdisasm", "-c", path], capture_output=True, text=True, check=True).stdout
 
 
-def problems(compiled: Compiled, recorded: dict[str, int] | None) -> list[str]:
+def problems(compiled: Compiled, recorded: Figures | None) -> list[str]:
     """What is wrong with a variant; without recorded figures only what is wrong by itself."""
     if compiled.error:
         return [f"does not compile: {compiled.error}"]
@@ -168,14 +171,15 @@ def problems(compiled: Compiled, recorded: dict[str, int] | None) -> list[str]:
     found += [f"{count} {opcode} where FP8 ({FP8}) is meant" for opcode, count in compiled.matrix.items() if opcode != FP8]
     if recorded:
         now = compiled.counted
-        if now["instructions"] > recorded["instructions"]:
-            found.append(f"{now['instructions']} instructions in the main loop, recorded {recorded['instructions']}")
+        here, there = now["instructions"], recorded["instructions"]
+        if len(here) != len(there) or any(count > limit for count, limit in zip(here, there, strict=True)):
+            found.append(f"{here} instructions in the main loops, recorded {there}")
         if now[FP8] != recorded[FP8]:
             found.append(f"{now[FP8]} {FP8}, recorded {recorded[FP8]}")
     return found
 
 
-def judge(results: list[Compiled], recorded: dict[str, dict[str, int]] | None, everything: bool = True) -> list[str]:
+def judge(results: list[Compiled], recorded: dict[str, Figures] | None, everything: bool = True) -> list[str]:
     """Every problem as one line. `recorded` holds this Triton version's figures by variant, None if it has none; `everything`:
     whether no variant was left out."""
     lines = [f"{result.name}: {problem}" for result in results for problem in problems(result, (recorded or {}).get(result.name))]
@@ -201,6 +205,15 @@ _shared: list[Variant] = []
 
 def _compile_numbered(number: int) -> Compiled:
     return compile_variant(_shared[number])
+
+
+def as_text(by_version: dict[str, dict[str, Figures]]) -> str:
+    """recorded.json with one variant a line, so that a change shows as one."""
+    versions = []
+    for version, variants in sorted(by_version.items()):
+        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(figures)}" for name, figures in variants.items())
+        versions.append(f" {json.dumps(version)}: {{\n{lines}\n }}")
+    return "{\n" + ",\n".join(versions) + "\n}\n"
 
 
 def cache_file() -> Path:
@@ -246,14 +259,14 @@ def main() -> int:
     by_version = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
     if options.record:
         by_version[VERSION] = {result.name: result.counted for result in sorted(results, key=lambda result: result.name)}
-        RECORDED.write_text(json.dumps(dict(sorted(by_version.items())), indent=1) + "\n", encoding="utf-8")
+        RECORDED.write_text(as_text(by_version), encoding="utf-8")
     recorded = by_version.get(VERSION)
     wrong = judge(results, recorded, everything and not options.names)
     wrong += [f"launch {problem}" for problem in failed]
     wrong += [f"{module}: has device functions that no variant compiles" for module in uncovered(modules, known)]
     for x in results:
-        print(f"{x.name:48s} {x.seconds:6.1f} s  registers {x.registers:3d}  main loop {x.loop or '-':>5}  total {x.total:6d}  "
-              f"{x.matrix or 'no products'}")
+        print(f"{x.name:48s} {x.seconds:6.1f} s  registers {x.registers:3d}  total {x.total:6d}  "
+              f"{f'main loops {x.loops} {x.matrix}' if x.matrix else 'no products'}")
     print(f"Triton {triton.__version__}: {len(results)} variants, {len(wrong)} problems"
           + ("" if recorded is not None else f"; recorded.json has no figures for Triton {VERSION}"))
     print("\n".join(wrong))

@@ -112,12 +112,12 @@ class Program:
                         waiting += self._predecessors[here]
         return [frozenset(body) for body in bodies.values()]
 
-    def main_loop(self, opcode: str) -> Counter[str] | None:
-        """Opcodes of the largest innermost loop that holds `opcode`; None if no loop does."""
+    def main_loops(self, opcode: str) -> list[Counter[str]]:
+        """Opcodes of each innermost loop that holds `opcode`, the largest first."""
         holding = [loop for loop in self.loops() if any(x.opcode == opcode for n in loop for x in self.blocks[n].instructions)]
         innermost = [loop for loop in holding if not any(other < loop for other in holding)]
         counts = [count_opcodes(x for n in loop for x in self.blocks[n].instructions) for loop in innermost]
-        return max(counts, key=lambda count: count.total(), default=None)
+        return sorted(counts, key=lambda count: count.total(), reverse=True)
 
 
 def count_opcodes(instructions: Iterable[Instruction]) -> Counter[str]:
