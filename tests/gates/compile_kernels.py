@@ -227,16 +227,14 @@ def cache_file() -> Path:
 
 
 def results_of(found: list[Variant], jobs: int, fresh: bool) -> list[Compiled]:
-    """Compile, or read what an earlier run with the same sources and compiler found."""
-    path, names = cache_file(), [name for name, *_ in found]
+    """Compile what no earlier run with the same sources and compiler has compiled."""
+    path, known = cache_file(), dict[str, Compiled]()
     if path.is_file() and not fresh:
         known = {entry["name"]: Compiled(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))}
-        if set(names) <= set(known):
-            return [known[name] for name in names]
-    results = compile_all(found, jobs)
+    known |= {result.name: result for result in compile_all([x for x in found if x[0] not in known], jobs)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
-    return results
+    path.write_text(json.dumps([asdict(result) for result in known.values()]), encoding="utf-8")
+    return [known[name] for name, *_ in found]
 
 
 def main() -> int:
