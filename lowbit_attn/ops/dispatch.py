@@ -121,8 +121,8 @@ def _warn_once(text: str) -> None:
 def warn_backward(recipe: Recipe, backend: str) -> None:
     """Say once that a kernel's forward is followed by the reference's backward."""
     if backend != "reference":
-        _warn_once(f"lowbit_attn: the backward of {recipe.name} after backend {backend!r} runs the PyTorch reference in this version: "
-                   "exact numbers, no speed.")
+        _warn_once(f"lowbit_attn: the backward of {recipe.name} after backend {backend!r} runs the PyTorch reference in this "
+                   "version: exact numbers, no speed.")
 
 
 def choose(recipe_text: str, device: torch.device, requested: str | None) -> str:

@@ -6,6 +6,7 @@ Dense inputs are [B, S, H, D], packed ones [T, H, D], any strides. Nothing here 
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,11 +34,9 @@ class Config:
     promote: int
     warpgroups: int
     registers: int
-    turns: int = 1
-    settle: int = 0
 
 
-EXACT = {64: Config(3, 8, 2, 240), 128: Config(3, 8, 2, 240), 256: Config(2, 8, 1, 240)}
+EXACT = {64: Config(3, 16, 2, 240), 128: Config(3, 16, 2, 240), 256: Config(2, 16, 1, 240)}
 FAST = {64: Config(2, 16, 3, 160), 128: Config(2, 16, 3, 160), 256: Config(2, 16, 1, 240)}
 
 
@@ -138,9 +137,11 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
     tiling = prepared.tiling
     group = _head_group(prepared.heads, prepared.kv_heads, 2 * k_codes.shape[0] * dim)
     programs = min(_processors(query.device), tiling.work.shape[0] * prepared.heads)
-    shared = dict(heads=prepared.heads, groups=prepared.heads // prepared.kv_heads, head_stride=prepared.head_stride,
-                  document_extra=prepared.document_extra, max_tiles=tiling.k_tiles.shape[0], GROUP=group,
-                  P_LOG2=recipe.p_log2_scale, LOWEST=LOWEST_FOLD, D=dim, num_warps=4)
+    shared: dict[str, Any] = {
+        "heads": prepared.heads, "groups": prepared.heads // prepared.kv_heads, "head_stride": prepared.head_stride,
+        "document_extra": prepared.document_extra, "max_tiles": tiling.k_tiles.shape[0], "GROUP": group,
+        "P_LOG2": recipe.p_log2_scale, "LOWEST": LOWEST_FOLD, "D": dim, "STAGES": config.stages, "PROMOTE": config.promote,
+        "WARPGROUPS": config.warpgroups, "REGISTERS": config.registers, "num_warps": 4}
     descriptors = (_descriptor(q_codes, 64, dim), _descriptor(k_codes, TILE, dim), _descriptor(v_codes, dim, TILE))
     records = prepared.records
     with torch.cuda.device(query.device):
@@ -149,13 +150,11 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
             fast.attention[(programs,)](
                 *descriptors, _descriptor(records.weights, 8, TILE), output, lse, quantized.q_scales, records.tiles,
                 quantized.v_group, records.quiet, tiling.work, tiling.count, documents=tiling.documents.shape[0],
-                factor=factor * unit, THRESHOLD=recipe.max_threshold * unit, SHARED=SHARED_FOLD, STAGES=config.stages,
-                PROMOTE=config.promote, WARPGROUPS=config.warpgroups, REGISTERS=config.registers, SETTLE=config.settle, **shared)
+                factor=factor * unit, THRESHOLD=recipe.max_threshold * unit, SHARED=SHARED_FOLD, **shared)
         else:
             forward.attention[(programs,)](
                 *descriptors, output, lse, quantized.q_scales, records.tiles, quantized.v_group, tiling.work, tiling.count,
-                factor=factor, THRESHOLD=recipe.max_threshold, STAGES=config.stages, PROMOTE=config.promote,
-                WARPGROUPS=config.warpgroups, REGISTERS=config.registers, TURNS=config.turns, **shared)
+                factor=factor, THRESHOLD=recipe.max_threshold, **shared)
     return output if dim == prepared.head_dim else output[..., :prepared.head_dim].contiguous(), lse
 
 

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lowbit_attn.kernels.hopper import inline
 from lowbit_attn.kernels.hopper.compat import tma_load
+from lowbit_attn.kernels.hopper.direct import from_rows, hide, pack, softmax_full, softmax_general, to_rows
 from lowbit_attn.kernels.hopper.forward import KEYS, ROWS, by_thread, entry_of, operand, promote, scale_parts, with_master
 from lowbit_attn.kernels.hopper.inline import uniform
 
@@ -50,151 +51,12 @@ def load_tiles(q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_sm
 
 
 @gluon.jit
-def split_last_four(x):
-    """Score words [4, 2, 8, 4, 4, 4] (warp, row, lane / 4, block, j, c) -> one tensor for each j."""
-    y = x.reshape([4, 2, 8, 4, 2, 2, 4]).permute((0, 1, 2, 3, 6, 4, 5))
-    even, odd = gl.split(y)
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return first, second, third, fourth
-
-
-@gluon.jit
-def split_blocks(x):
-    """[4, 2, 8, 4, 4] -> one tensor [4, 2, 8, 4] for each block."""
-    y = x.reshape([4, 2, 8, 2, 2, 4]).permute((0, 1, 2, 5, 3, 4))
-    even, odd = gl.split(y)
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return first, second, third, fourth
-
-
-@gluon.jit
-def row_maximum(x, LAYOUT: gl.constexpr):
-    """Largest half of each row of words [4, 2, 8, block, c]: float32 [4, 8, 4, 2], equal along c; NaN kept."""
-    a, b, c, d = split_blocks(x)
-    upper, lower = gl.split(inline.largest_of_four_or_nan(a, b, c, d).permute((0, 2, 3, 1)))
-    both = inline.row_maxima(upper, lower)
-    return gl.convert_layout(gl.join(inline.lower_half(both), inline.upper_half(both)), LAYOUT)
-
-
-@gluon.jit
-def raised(maximum, top, THRESHOLD: gl.constexpr):
-    """The lazy maximum; a NaN is taken over, since codes cannot carry it."""
-    return gl.where(top <= maximum + THRESHOLD, maximum, top)
-
-
-@gluon.jit
-def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
-                 UNIT: gl.constexpr):
-    """One tile that every row sees in full: words of 1024 + code, and the state after it."""
-    s = scores.reshape([4, 2, 8, 4, 4, 4])
-    PAIRS: gl.constexpr = gl.SliceLayout(4, s.type.layout)                        # [4, 2, 8, block, c]
-    FACTORS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, PAIRS))           # [4, 8, block]
-    BLOCKS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, FACTORS))
-    ROWS4: gl.constexpr = gl.SliceLayout(3, PAIRS)                                # [4, 2, 8, c]
-    a = inline.twice(row_scale[:, :, None] * gl.convert_layout(k_scale, BLOCKS)[None, :][None, :, :])
-    a5 = gl.expand_dims(gl.expand_dims(a, 1), 4)
-    first, second, third, fourth = split_last_four(s)
-    top = inline.largest_of_four(first, second, third, fourth)
-    TOPS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, top.type.layout))
-    a_top = gl.expand_dims(gl.expand_dims(gl.convert_layout(a, TOPS), 1), 4)
-    STATE: gl.constexpr = maximum.type.layout
-    new = raised(maximum, row_maximum(inline.multiply(top, a_top), STATE), THRESHOLD)
-    FOLDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(4, PAIRS))))
-    folds = inline.twice(gl.convert_layout(fold, FOLDS) * UNIT)
-    folds = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(folds, 0), 0), 0), 4)
-    base = gl.convert_layout(inline.twice(BASE - new).permute((0, 3, 1, 2)), ROWS4)
-    b = inline.add(gl.expand_dims(base, 3), folds)
-    h = inline.direct_codes(s, gl.expand_dims(a5, 4), gl.expand_dims(b, 4))
-    decay = gl.exp2((maximum - new) * (1.0 / UNIT))
-    return h.reshape([ROWS, KEYS // 2]), new, decay, decay * gl.exp2(lift), maximum * 0.0 + tile_reference
-
-
-@gluon.jit
-def to_rows(x, LAYOUT: gl.constexpr):
-    """State by warp, lane / 4, lane % 4 and row [4, 8, 4, 2] (equal along lane % 4) -> [64 rows]."""
-    return gl.convert_layout(gl.max(x, 2).permute((0, 2, 1)).reshape([ROWS]), LAYOUT)
-
-
-@gluon.jit
-def from_rows(x, like):
-    """[64 rows] -> the layout of the running state `like`."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, like.type.layout)
-    rows = gl.convert_layout(x.reshape([4, 2, 8]).permute((0, 2, 1)), LAYOUT)
-    return gl.expand_dims(rows, 2) + like * 0.0
-
-
-@gluon.jit
-def spread_words(x):
-    """[rows, blocks] -> broadcastable to score words [rows, blocks, j, c]."""
-    return x[:, :, None][:, :, :, None]
-
-
-@gluon.jit
-def softmax_general(scores, row_scale, k_scale, exponent, limit, maximum, reference, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
-                    UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, FIRST: gl.constexpr):
-    """One tile of which row r sees keys 0..limit[r]: each row's own reference, masked scores, and the tile's row sums.
-
-    All per-row values are [64] here, the state maximum and reference included.
-    """
-    s = scores.reshape([ROWS, 4, 4, 4])
-    BLOCK_ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, s.type.layout))
-    ROW: gl.constexpr = gl.SliceLayout(1, BLOCK_ROWS)
-    BLOCKS: gl.constexpr = gl.SliceLayout(0, BLOCK_ROWS)
-    last = gl.convert_layout(limit, ROW)
-    sees = last[:, None] >= gl.arange(0, 4, BLOCKS)[None, :] * 32
-    scale = gl.convert_layout(row_scale, ROW)[:, None] * gl.convert_layout(k_scale, BLOCKS)[None, :]
-    scale = gl.where(sees, scale, 0.0)                # the NaN of a block of which a row sees no key stays out
-    a = inline.twice(scale)
-    # Key 32 block + 8 j + 2 c of a word, split so that only one number per row stays in registers.
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(1, s.type.layout))))
-    distance = gl.convert_layout(limit, gl.SliceLayout(1, gl.SliceLayout(1, gl.SliceLayout(1, s.type.layout))))
-    distance = (distance[:, None] - 2 * lane[None, :])[:, None, :][:, None, :, :]
-    of_block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, s.type.layout)))) * 32
-    of_j = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, s.type.layout)))) * 8
-    offset = of_block[None, :][:, :, None][:, :, :, None] + of_j[None, :][:, None, :][:, :, :, None]
-    x = inline.keep_visible_pair(inline.multiply(s, spread_words(a)), distance, offset, "0xFC00")
-    top = gl.maximum(inline.lower_half(x), inline.upper_half(x))
-    top = gl.convert_layout(gl.max(gl.max(gl.max(top, 3), 2), 1), ROW)
-    top = top + gl.sum(scale * 0.0, 1)                # maxima drop a NaN, the sum does not
-    seen = gl.where(sees, gl.convert_layout(exponent, BLOCKS)[None, :], -127.0)
-    before = gl.convert_layout(reference, ROW)
-    after = gl.maximum(before, gl.max(seen, 1))
-    fold = seen - after[:, None]
-    fold = gl.where(fold < LOWEST, LOWEST, fold)
-    old = gl.convert_layout(maximum, ROW)
-    if FIRST:
-        new = gl.where(last < 0, 0.0, top)
-        decay = gl.exp2(before - after)
-    else:
-        new = raised(old, top, THRESHOLD)
-        decay = gl.exp2((old - new) * (1.0 / UNIT))
-    base = inline.twice(BASE - new)[:, None]
-    shared = gl.maximum(fold, SHARED)
-    b = inline.add(base, inline.twice(fold * UNIT))
-    b_sum = inline.add(base, inline.twice(shared * UNIT))
-    h = inline.keep_visible_pair(inline.direct_codes(s, spread_words(a), spread_words(b)), distance, offset, "0x6400")
-    h_sum = inline.keep_visible_pair(inline.direct_codes(s, spread_words(a), spread_words(b_sum)), distance, offset, "0x6400")
-    sums = gl.sum(gl.sum(inline.code_values(h_sum), 3), 2) * gl.exp2(-shared)
-    sums = gl.convert_layout(gl.sum(sums, 1), ROW)
-    return h.reshape([ROWS, KEYS // 2]), new, decay, decay * gl.exp2(before - after), after, sums
-
-
-@gluon.jit
-def pack(h, OPERAND: gl.constexpr):
-    """Words of 1024 + code [64, 64] -> words of four codes [64, 32], keys in the order of `forward.pack`."""
-    CODES: gl.constexpr = gl.zeros([ROWS, KEYS], gl.int32, OPERAND).reshape([ROWS, KEYS // 4, 4]).type.layout
-    pairs = h.reshape([ROWS, KEYS // 16, 2, 4]).permute((0, 1, 3, 2))
-    first, second = gl.split(pairs)
-    return gl.convert_layout(inline.low_bytes(first, second).reshape([ROWS, KEYS // 4]), gl.SliceLayout(2, CODES))
-
-
-@gluon.jit
 def first_full(scores, row_scale, k_scale, fold, tile_reference, state, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
                UNIT: gl.constexpr, OPERAND: gl.constexpr):
     """A first tile that every row sees in full: packed codes, maximum, row sum so far, reference."""
-    h, maximum, _, _, reference = softmax_full(scores, row_scale, k_scale, fold, 0.0, tile_reference, state - 3e38, BASE, THRESHOLD, UNIT)
+    h, maximum, _, _, reference = softmax_full(scores, row_scale, k_scale, fold, 0.0, tile_reference, state - 3e38, BASE,
+                                               THRESHOLD, UNIT,
+                                                    False)
     return pack(h, OPERAND), maximum, state, reference
 
 
@@ -203,9 +65,10 @@ def first_general(scores, row_scale, k_scale, exponent, limit, state, BASE: gl.c
                   UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, OPERAND: gl.constexpr):
     """A first tile that some row sees in part."""
     start = gl.full([ROWS], -127.0, gl.float32, row_scale.type.layout)
-    h, new, _, _, after, sums = softmax_general(scores, row_scale, k_scale, exponent, limit, start, start, BASE, THRESHOLD, UNIT, LOWEST,
-                                                SHARED, True)
-    return pack(h, OPERAND), from_rows(new, state), from_rows(sums, state), from_rows(after, state)
+    words, new, _, _, after, sums = softmax_general(scores, row_scale, k_scale, exponent, limit, start, start, BASE, THRESHOLD,
+                                                    UNIT,
+                                                    LOWEST, SHARED, True, OPERAND)
+    return words, from_rows(new, state), from_rows(sums, state), from_rows(after, state)
 
 
 @gluon.jit
@@ -228,8 +91,9 @@ def rescale_state(accumulator, factor, D: gl.constexpr):
 def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, general_scale,
             limit, counted, words, maximum, row_sum, reference, accumulator, master, promoted, BASE: gl.constexpr,
             THRESHOLD: gl.constexpr, UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, GENERAL: gl.constexpr,
-            WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-            SCORES: gl.constexpr, SUMS: gl.constexpr, OPERAND: gl.constexpr, BLOCKS: gl.constexpr, STATE: gl.constexpr, SETTLE: gl.constexpr):
+            HIDDEN: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+            PROMOTE: gl.constexpr,
+            SCORES: gl.constexpr, SUMS: gl.constexpr, OPERAND: gl.constexpr, BLOCKS: gl.constexpr, STATE: gl.constexpr):
     """Scores of tile i + 1, row sum and P V of tile i, then, beside the latter, the softmax of tile i + 1. `counted` is 1 if tile
     i's row sum comes from the GEMM."""
     stage = step % STAGES
@@ -250,31 +114,35 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
         inline.take_turn(WARPGROUP)
     raw = warpgroup_mma(q, k_smem.index(next_stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float16, SCORES), use_acc=False,
                         is_async=True)
-    sums = warpgroup_mma(codes, w_smem.index(stage).permute((1, 0)), gl.zeros([ROWS, 8], gl.float32, SUMS), use_acc=False, is_async=True)
+    sums = warpgroup_mma(codes, w_smem.index(stage).permute((1, 0)), gl.zeros([ROWS, 8], gl.float32, SUMS), use_acc=False,
+                         is_async=True)
     accumulator = warpgroup_mma(codes, v_smem.index(stage).permute((1, 0)), accumulator, use_acc=i % PROMOTE != 0, is_async=True)
     if WARPGROUPS > 1:
         inline.pass_turn((WARPGROUP + 1) % WARPGROUPS)
-    raw, accumulator, sums = warpgroup_mma_wait(2, deps=(raw, accumulator, sums))
+    # A general tile takes the registers of the packed codes: it waits for their product first.
+    raw, accumulator, sums = warpgroup_mma_wait(0 if GENERAL else 2, deps=(raw, accumulator, sums))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
     scores = inline.words_of(raw)
     if GENERAL:
         ROW: gl.constexpr = general_scale.type.layout
-        h, new, decay, factor, after, tile_sum = softmax_general(
+        words, new, decay, factor, after, tile_sum = softmax_general(
             scores, general_scale, k_scale, fold, limit - (i + 1) * KEYS, to_rows(maximum, ROW), to_rows(reference, ROW), BASE,
-            THRESHOLD, UNIT, LOWEST, SHARED, False)
+            THRESHOLD, UNIT, LOWEST, SHARED, False, OPERAND)
         after = from_rows(after, maximum)
         new = from_rows(new, maximum)
         decay = from_rows(decay, maximum)
         factor = from_rows(factor, maximum)
         tile_sum = from_rows(tile_sum, maximum)
     else:
-        h, new, decay, factor, after = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, BASE, THRESHOLD,
-                                                    UNIT)
-    if SETTLE:
-        h = inline.settle_words(h, WARPGROUP)
+        if HIDDEN:
+            scores = hide(scores, limit - (i + 1) * KEYS)
+        h, new, decay, factor, after = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, BASE,
+                                                    THRESHOLD,
+                                                    UNIT, HIDDEN)
     accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
     mbarrier.arrive(v_empty.index(stage), count=1)
-    words = pack(h, OPERAND)  # after the wait: wgmma still reads the registers of the last words
+    if not GENERAL:
+        words = pack(h, OPERAND)  # after the wait: wgmma still reads the registers of the last words
     row_sum = (row_sum + row_sums(sums, STATE) * counted) * decay
     if GENERAL:
         row_sum = row_sum + tile_sum
@@ -291,8 +159,7 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
 def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, q, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
             k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, documents, factor, GROUP,
             WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
-            LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-            SETTLE: gl.constexpr):
+            LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     UNIT: gl.constexpr = 8.0 / 126.0
     BASE: gl.constexpr = (8.0 * (P_LOG2 + 7.0) - 0.4584) / 126.0
@@ -305,7 +172,8 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
     FACTORS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, gl.SliceLayout(4, WORDS)))
     SCALES: gl.constexpr = gl.SliceLayout(2, FACTORS)
     BLOCKS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, FACTORS))
-    BY_ROW: gl.constexpr = gl.zeros([ROWS, KEYS], gl.float32, SCORES).reshape([4, 2, 8, 16, 4, 2]).permute((0, 2, 4, 5, 1, 3)).type.layout
+    BY_ROW: gl.constexpr = gl.zeros([ROWS, KEYS], gl.float32, SCORES).reshape([4, 2, 8, 16, 4, 2]).permute((0, 2, 4, 5, 1,
+        3)).type.layout
     STATE: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(5, BY_ROW))           # [4, 8, 4, 2]
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D if D < 256 else 1, D // 8], [4, 1], [1, 0])
@@ -345,6 +213,12 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         mine = uniform(gl.where(rows > 0, mine, 1))
         full = gl.minimum(gl.maximum(gl.minimum(k_valid, diagonal + 1), 0) // KEYS, mine)
         full = uniform(gl.minimum(full, loud))
+        # The last tile may only lack keys on the diagonal: then it needs a mask, but neither row sums nor references of its own.
+        record = tile_records + (mine - 1) * 16
+        whole = gl.load(record) + gl.load(record + 1) + gl.load(record + 2) + gl.load(record + 3)
+        plain = (full > 0) & (full == mine - 1) & (mine <= loud) & (gl.load(record + 12) == 0) & (whole == whole)
+        plain = plain & (gl.minimum(diagonal, k_valid - 1) >= (mine - 1) * KEYS)  # every row sees a key of it
+        diagonal_tiles = uniform(gl.where(plain, 1, 0))
         k_scale = gl.load(tile_records + block)
         fold = gl.load(tile_records + 4 + block)
         exponent = gl.load(tile_exponents + block)
@@ -358,10 +232,12 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         scores = inline.words_of(raw)
         state = gl.zeros([4, 8, 4, 2], gl.float32, STATE)
         if full > 0:
-            words, maximum, row_sum, reference = first_full(scores, row_scale, k_scale, fold, gl.load(tile_records + 13), state, BASE,
+            words, maximum, row_sum, reference = first_full(scores, row_scale, k_scale, fold, gl.load(tile_records + 13), state,
+                                                            BASE,
                                                             THRESHOLD, UNIT, OPERAND)
         else:
-            words, maximum, row_sum, reference = first_general(scores, general_scale, k_scale, exponent, limit, state, BASE, THRESHOLD,
+            words, maximum, row_sum, reference = first_general(scores, general_scale, k_scale, exponent, limit, state, BASE,
+                                                               THRESHOLD,
                                                                UNIT, LOWEST, SHARED, OPERAND)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
@@ -369,15 +245,22 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         for i in range(0, full - 1):
             step, words, maximum, row_sum, reference, accumulator, promoted = advance(
                 i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                general_scale, limit, 1.0, words, maximum, row_sum, reference, accumulator, master, promoted,
-                BASE, THRESHOLD, UNIT, LOWEST, SHARED, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND,
-                BLOCKS, STATE, SETTLE)
-        for i in range(gl.maximum(full - 1, 0), mine - 1):
+                general_scale, limit, 1.0, words, maximum, row_sum, reference, accumulator, master, promoted, BASE, THRESHOLD,
+                UNIT, LOWEST, SHARED, False, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS,
+                STATE)
+        for i in range(full - 1, full - 1 + diagonal_tiles):
             step, words, maximum, row_sum, reference, accumulator, promoted = advance(
                 i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                general_scale, limit, gl.where(i < full, 1.0, 0.0), words, maximum, row_sum, reference, accumulator,
-                master, promoted, BASE, THRESHOLD, UNIT, LOWEST, SHARED, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES,
-                SUMS, OPERAND, BLOCKS, STATE, SETTLE)
+                general_scale, limit, 1.0, words, maximum, row_sum, reference, accumulator, master, promoted, BASE, THRESHOLD,
+                UNIT, LOWEST, SHARED, False, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS,
+                STATE)
+        for i in range(gl.maximum(full - 1 + diagonal_tiles, 0), mine - 1):
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
+                general_scale, limit, gl.where(i < full, 1.0, 0.0), words, maximum, row_sum, reference, accumulator, master,
+                promoted, BASE, THRESHOLD,
+                UNIT, LOWEST, SHARED, True, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS,
+                STATE)
         stage = step % STAGES
         codes = operand(words, OPERAND)
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
@@ -387,7 +270,7 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
                                     is_async=True)
         accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
         mbarrier.arrive(v_empty.index(stage), count=1)
-        row_sum = row_sum + row_sums(sums, STATE) * gl.where(mine - 1 < full, 1.0, 0.0)
+        row_sum = row_sum + row_sums(sums, STATE) * gl.where(mine - 1 < full + diagonal_tiles, 1.0, 0.0)
         step += 1
         for i in range(mine, tiles):  # tiles that only the other warpgroups need
             stage = step % STAGES
@@ -433,7 +316,7 @@ def scale_of(code):
 def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, exponents, quiet, work, count, heads, groups,
               head_stride, document_extra, max_tiles, documents, factor, GROUP, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
               LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-              WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr, SETTLE: gl.constexpr):
+              WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
     """The kernel: three consumers of 64 rows and a loader warp."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + q_desc.block_type.shape, q_desc.layout)
@@ -459,21 +342,25 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
                        w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
-                       max_tiles, documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE, SETTLE)),
+                       max_tiles, documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
                           k_empty, v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, w_smem,
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem,
+                       v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE, SETTLE)),
-            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), q_smem.index(1), k_smem, v_smem, w_smem,
+                       documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), q_smem.index(1), k_smem,
+                       v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE, SETTLE)),
-            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(2), q_smem.index(2), k_smem, v_smem, w_smem,
+                       documents, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(2), q_smem.index(2), k_smem,
+                       v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE, SETTLE)),
-            (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty,
+                       documents, factor, GROUP, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+            (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
+                          k_empty,
                           v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

@@ -23,7 +23,6 @@ from lowbit_attn.kernels.hopper.inline import (
     pack_e4m3,
     pass_turn,
     scale_rows_if_needed,
-    settle,
     take_turn,
     uniform,
     unpack_e4m3,
@@ -86,7 +85,7 @@ def raise_maximum(maximum, tile_maximum, THRESHOLD: gl.constexpr):
 
 @gluon.jit
 def load_record(records, exponents, tile, MASKED: gl.constexpr, L3: gl.constexpr):
-    """K's scales and V's folds (masked tiles: exponents), their weights, the reference's rise and the reference."""
+    """K's scales and V's folds (masked tiles: exponents), the reference's rise and the reference."""
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
     record = records + tile * 16
     k_scale = gl.load(record + block)
@@ -233,24 +232,24 @@ def with_master(accumulator, master, change, D: gl.constexpr):
 
 
 @gluon.jit
-def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, limit, p, maximum,
+def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, limit, words, maximum,
             row_sum, reference, accumulator, master, promoted, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
-            LOWEST: gl.constexpr, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, TURNS: gl.constexpr, D: gl.constexpr,
+            LOWEST: gl.constexpr, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr,
             STAGES: gl.constexpr, PROMOTE: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, L3: gl.constexpr):
     """Scores of tile i + 1 and P V of tile i, then, beside the latter, the softmax of tile i + 1."""
     stage = step % STAGES
     next_stage = (step + 1) % STAGES
     # Issued ahead of every wait: a load after them would expose the latency of L2.
     k_scale, fold, lift, tile_reference = load_record(records, exponents, i + 1, MASKED, L3)
+    codes = operand(words, OPERAND)
     mbarrier.wait(k_full.index(next_stage), ((step + 1) // STAGES) & 1)
-    if TURNS % 2 == 1:
+    mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
+    if WARPGROUPS == 2:
         take_turn(WARPGROUP)
     scores = warpgroup_mma(q, k_smem.index(next_stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, SCORES), use_acc=False,
                            is_async=True)
-    codes = operand(pack(p, OPERAND), OPERAND)  # packed while the scores are computed; a packed P would be spilled
-    mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
     accumulator = warpgroup_mma(codes, v_smem.index(stage).permute((1, 0)), accumulator, use_acc=i % PROMOTE != 0, is_async=True)
-    if TURNS % 2 == 1:
+    if WARPGROUPS == 2:
         pass_turn(1 - WARPGROUP)
     scores, accumulator = warpgroup_mma_wait(1, deps=(scores, accumulator))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
@@ -260,22 +259,22 @@ def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, record
     else:
         p, new, row_sum, raised, factor = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum,
                                                        row_sum, P_LOG2, THRESHOLD)
-    if TURNS >= 2:
-        row_sum = settle(row_sum, WARPGROUP)
     accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
     mbarrier.arrive(v_empty.index(stage), count=1)
+    words = pack(p, OPERAND)  # after the wait: wgmma still reads the registers of the last words
     if i % PROMOTE == PROMOTE - 1:
         # At the scale of tile i: the accumulator has not been rescaled for tile i + 1 yet.
         promote(accumulator, master, promoted - (maximum + reference), D)
         promoted = maximum + reference
     accumulator = rescale(accumulator, factor, D)
-    return step + 1, p, new, row_sum, raised, accumulator, promoted
+    return step + 1, words, new, row_sum, raised, accumulator, promoted
 
 
 @gluon.jit
 def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
             v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr,
-            TURNS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+            WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr,
+            STAGES: gl.constexpr,
             PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
@@ -286,7 +285,7 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D if D < 256 else 1, D // 8], [4, 1], [1, 0])
     local = gl.arange(0, ROWS, ROW)
-    if TURNS % 2 == 1 and WARPGROUP == 1:
+    if WARPGROUPS == 2 and WARPGROUP == 1:
         pass_turn(0)
     step = 0
     turn = 0
@@ -325,22 +324,23 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         start = gl.full([ROWS], -127.0, gl.float32, ROW)
         p, maximum, row_sum, reference, _ = softmax_masked(scores, row_scale, k_scale, fold, limit, start, start, start, P_LOG2,
                                                            THRESHOLD, LOWEST, True, L3)
+        words = pack(p, OPERAND)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = maximum + reference
         for i in range(0, full - 1):
-            step, p, maximum, row_sum, reference, accumulator, promoted = advance(
-                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, p,
-                maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP, TURNS,
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
+                maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP, WARPGROUPS,
                 D, STAGES, PROMOTE, SCORES, OPERAND, L3)
         for i in range(gl.maximum(full - 1, 0), mine - 1):
-            step, p, maximum, row_sum, reference, accumulator, promoted = advance(
-                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, p,
-                maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP, TURNS,
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
+                maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP, WARPGROUPS,
                 D, STAGES, PROMOTE, SCORES, OPERAND, L3)
         stage = step % STAGES
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
-        accumulator = warpgroup_mma(operand(pack(p, OPERAND), OPERAND), v_smem.index(stage).permute((1, 0)), accumulator,
+        accumulator = warpgroup_mma(operand(words, OPERAND), v_smem.index(stage).permute((1, 0)), accumulator,
                                     use_acc=(mine - 1) % PROMOTE != 0, is_async=True)
         accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
         mbarrier.arrive(v_empty.index(stage), count=1)
@@ -349,7 +349,7 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_full.index(stage), phase)
-            if TURNS % 2 == 1:
+            if WARPGROUPS == 2:
                 take_turn(WARPGROUP)
                 pass_turn(1 - WARPGROUP)
             mbarrier.arrive(k_empty.index(stage), count=1)
@@ -371,15 +371,14 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         gl.store(out + place[:, None] * D + channel[None, :], result, mask=(r < rows)[:, None])
         value = gl.where(empty, float("-inf"), (maximum + gl.log2(gl.where(empty, 1.0, denominator))) * 0.6931471805599453)
         gl.store(lse + side + local, value, mask=local < rows)
-    if TURNS % 2 == 1 and WARPGROUP == 0:
+    if WARPGROUPS == 2 and WARPGROUP == 0:
         take_turn(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "factor", "GROUP"])
 def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, work, count, heads, groups, head_stride,
               document_extra, max_tiles, factor, GROUP, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr,
-              D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr,
-              TURNS: gl.constexpr):
+              D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
     """The kernel: WARPGROUPS consumers of 64 rows and a loader warp."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + q_desc.block_type.shape, q_desc.layout)
@@ -402,20 +401,23 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, q_full,
+            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
+                       q_full,
                        q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 0, TURNS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, q_full,
+            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
+                       q_full,
                        q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 0, TURNS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
-            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem, v_smem, q_full,
+                       GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem, v_smem,
+                       q_full,
                        q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 1, TURNS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [4, 1], [REGISTERS, 24])

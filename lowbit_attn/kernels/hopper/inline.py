@@ -12,7 +12,8 @@ from triton.experimental.gluon import language as gl
 def pack_e4m3(a, b, c, d):
     """Four float32 tensors -> one int32 tensor of their E4M3 codes, a lowest: round to nearest even, saturating, NaN kept."""
     return gl.inline_asm_elementwise(
-        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; mov.b32 $0, {lo, hi}; }",
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+        "mov.b32 $0, {lo, hi}; }",
         "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -85,52 +86,6 @@ def pass_turn(WARPGROUP: gl.constexpr):
         gl.inline_asm_elementwise("bar.arrive 12, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
-def _settle_asm(barrier: int) -> str:
-    return (f"{{ .reg .pred p; setp.gt.f32 p, $2, $3; bar.red.or.pred p, {barrier}, 128, p; mov.b32 $0, $2; mov.b32 $1, $3; }}")
-
-
-SETTLE_0: gl.constexpr = gl.constexpr(_settle_asm(13))
-SETTLE_1: gl.constexpr = gl.constexpr(_settle_asm(14))
-SETTLE_2: gl.constexpr = gl.constexpr(_settle_asm(15))
-
-
-@gluon.jit
-def settle(x, WARPGROUP: gl.constexpr):
-    """x, two float32 a thread, once the warpgroup has it: a barrier that depends on x. ptxas moves a wait for wgmma ahead of
-    arithmetic that is meant to run beside it, but not ahead of this."""
-    if WARPGROUP == 0:
-        y = gl.inline_asm_elementwise(SETTLE_0, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)
-    elif WARPGROUP == 1:
-        y = gl.inline_asm_elementwise(SETTLE_1, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)
-    else:
-        y = gl.inline_asm_elementwise(SETTLE_2, "=f,=f,f,f", [x], dtype=gl.float32, is_pure=False, pack=2)
-    return y
-
-
-def _settle_words_asm(barrier: int) -> str:
-    last = (39, 47, 55, 63)  # one of each block of keys
-    return (f"{{ .reg .pred p; .reg .b32 a, b; or.b32 a, ${last[0]}, ${last[1]}; or.b32 b, ${last[2]}, ${last[3]}; or.b32 a, a, b; "
-            f"setp.ne.u32 p, a, 0; bar.red.or.pred p, {barrier}, 128, p; }}")
-
-
-SETTLE_WORDS: gl.constexpr = gl.constexpr(",".join(["=r"] * 32 + [str(i) for i in range(32)]))
-SETTLE_WORDS_0: gl.constexpr = gl.constexpr(_settle_words_asm(13).replace("$39", "$7").replace("$47", "$15").replace("$55", "$23").replace("$63", "$31"))
-SETTLE_WORDS_1: gl.constexpr = gl.constexpr(_settle_words_asm(14).replace("$39", "$7").replace("$47", "$15").replace("$55", "$23").replace("$63", "$31"))
-SETTLE_WORDS_2: gl.constexpr = gl.constexpr(_settle_words_asm(15).replace("$39", "$7").replace("$47", "$15").replace("$55", "$23").replace("$63", "$31"))
-
-
-@gluon.jit
-def settle_words(x, WARPGROUP: gl.constexpr):
-    """`settle` for 32 words a thread, by four of them."""
-    if WARPGROUP == 0:
-        y = gl.inline_asm_elementwise(SETTLE_WORDS_0, SETTLE_WORDS, [x], dtype=gl.int32, is_pure=False, pack=32)
-    elif WARPGROUP == 1:
-        y = gl.inline_asm_elementwise(SETTLE_WORDS_1, SETTLE_WORDS, [x], dtype=gl.int32, is_pure=False, pack=32)
-    else:
-        y = gl.inline_asm_elementwise(SETTLE_WORDS_2, SETTLE_WORDS, [x], dtype=gl.int32, is_pure=False, pack=32)
-    return y
-
-
 # From here on, "words" are int32 that hold two float16: the lower half is the earlier key. Tensors of float16 carried around a
 # loop would be taken apart and put together again at every turn.
 
@@ -170,6 +125,12 @@ def largest_of_four(a, b, c, d):
 
 
 @gluon.jit
+def larger(a, b):
+    """Maxima of halves, NaN ignored."""
+    return gl.inline_asm_elementwise("max.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def largest_of_four_or_nan(a, b, c, d):
     """The same with NaN kept."""
     return gl.inline_asm_elementwise("{ .reg .b32 t; max.NaN.f16x2 t, $1, $2; max.NaN.f16x2 t, t, $3; max.NaN.f16x2 $0, t, $4; }",
@@ -184,6 +145,16 @@ def row_maxima(upper, lower):
         "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x5410; prmt.b32 b, $1, $2, 0x7632; max.NaN.f16x2 a, a, b; "
         "shfl.sync.bfly.b32 b, a, 1, 0x1f, 0xffffffff; max.NaN.f16x2 a, a, b; "
         "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.NaN.f16x2 $0, a, b; }",
+        "=r,r,r", [upper, lower], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def row_maxima_of_numbers(upper, lower):
+    """`row_maxima` with NaN ignored: the -inf of a hidden key times a factor of zero is one."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x5410; prmt.b32 b, $1, $2, 0x7632; max.f16x2 a, a, b; "
+        "shfl.sync.bfly.b32 b, a, 1, 0x1f, 0xffffffff; max.f16x2 a, a, b; "
+        "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.f16x2 $0, a, b; }",
         "=r,r,r", [upper, lower], dtype=gl.int32, is_pure=True, pack=1)
 
 
@@ -213,7 +184,8 @@ def direct_codes(s, a, b):
 @gluon.jit
 def low_bytes(first, second):
     """The low bytes of four halves: four codes in a word."""
-    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x6420;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True,
+                                     pack=1)
 
 
 @gluon.jit
@@ -227,9 +199,9 @@ def code_values(word):
 
 
 @gluon.jit
-def keep_visible_pair(word, distance, offset, HIDDEN: gl.constexpr):
-    """Halves of the keys offset and offset + 1 where the key is at most `distance`; HIDDEN, a float16 bit pattern, elsewhere."""
+def keep_visible_pair(word, distance, offset):
+    """Halves of the keys offset and offset + 1 where the key is at most `distance`; -inf elsewhere."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p, q; .reg .b16 a, b; mov.b32 {a, b}, $1; setp.ge.s32 p, $2, $3; setp.gt.s32 q, $2, $3; "
-        "selp.b16 a, a, " + HIDDEN + ", p; selp.b16 b, b, " + HIDDEN + ", q; mov.b32 $0, {a, b}; }",
+        "selp.b16 a, a, 0xFC00, p; selp.b16 b, b, 0xFC00, q; mov.b32 $0, {a, b}; }",
         "=r,r,r,r", [word, distance, offset], dtype=gl.int32, is_pure=True, pack=1)

@@ -32,6 +32,7 @@ def _records(documents, k_group, v_group, out, weights, quiet, max_tiles, P_LOG2
              SHARED: tl.constexpr, DIRECT: tl.constexpr, CHUNK: tl.constexpr):
     row = documents + tl.program_id(0) * 8
     k_len = tl.load(row + 3)
+    k_valid = tl.load(row + 4)
     first = tl.load(row + 6)
     tiles = (k_len + 127) // 128
     head = tl.program_id(1).to(tl.int64) * max_tiles + first
@@ -42,14 +43,16 @@ def _records(documents, k_group, v_group, out, weights, quiet, max_tiles, P_LOG2
         inside = start + t < tiles
         tile = head + start + t
         index, mask = tile[:, None] * 4 + g[None, :], inside[:, None] & (g[None, :] < 4)
-        exponent = tl.load(v_group + index, mask=mask, other=-127.0)
-        scale = tl.load(k_group + index, mask=mask, other=1.0)
+        # Blocks that hold no valid key are hidden from every row: they neither raise the reference nor fold.
+        valid = mask & ((start + t)[:, None] * 128 + g[None, :] * 32 < k_valid)
+        exponent = tl.load(v_group + index, mask=valid, other=-127.0)
+        scale = tl.load(k_group + index, mask=valid, other=1.0)
         known = tl.where(exponent == exponent, exponent, -127.0)  # NaN marks a block that holds NaN or Inf
         own = tl.max(known, 1)
         running = tl.maximum(tl.associative_scan(own, 0, _larger), before)
         earlier = tl.maximum(tl.max(tl.where(t[None, :] < t[:, None], own[None, :], -127.0), 1), before)
         fold = exponent - running[:, None]
-        fold = tl.where(fold < LOWEST, LOWEST, fold)
+        fold = tl.where(valid, tl.where(fold < LOWEST, LOWEST, fold), 0.0)
         base = out + tile[:, None] * 16 + g[None, :]
         if DIRECT:
             # Codes computed directly cannot hold NaN: it travels with the scores' factor and makes the row's maximum NaN.
@@ -57,9 +60,11 @@ def _records(documents, k_group, v_group, out, weights, quiet, max_tiles, P_LOG2
             undone = tl.maximum(tl.where(exponent == exponent, fold, 0.0), SHARED)
             code = ((7 - undone.to(tl.int32)) << 3).to(tl.uint8)
             keys = tl.arange(0, 32)
+            place = (first + start + t).to(tl.int64)[:, None, None] * 128 + g[None, :, None] * 32 + keys[None, None, :]
+            spread = code[:, :, None] + tl.zeros([1, 1, 32], tl.uint8)
             for copy in tl.static_range(8):
-                line = weights + (tl.program_id(1).to(tl.int64) * 8 + copy) * max_tiles * 128 + (first + start + t).to(tl.int64)[:, None, None] * 128
-                tl.store(line + g[None, :, None] * 32 + keys[None, None, :], code[:, :, None] + tl.zeros([1, 1, 32], tl.uint8), mask=mask[:, :, None])
+                line = weights + (tl.program_id(1).to(tl.int64) * 8 + copy) * max_tiles * 128
+                tl.store(line + place, spread, mask=mask[:, :, None])
             softest = tl.min(tl.where(mask, fold, 0.0), 1)
             loud = tl.minimum(loud, tl.min(tl.where(inside & (softest < SHARED), start + t, 1 << 30), 0))
         else:
