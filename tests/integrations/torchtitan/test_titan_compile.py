@@ -1,14 +1,18 @@
 """torchtitan compiles every block with fullgraph=True; document lengths and their number vary from step to step."""
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from titan_runs import run
+from titan_runs import LAYERS, run
 from torch._dynamo.utils import counters
 
 from lowbit_attn.integrations.torchtitan.attention import LowbitAttention
+from lowbit_attn.ops import varlen
 
 STEPS = 50
 
@@ -49,6 +53,29 @@ def test_blocks_compile_once(checkpointing: str, small_documents: Path, tmp_path
     assert not counters["graph_break"]
     # Later steps differ by the learning rate, whose schedule knows the number of steps.
     assert [r.loss for r in compiled[:4]] == pytest.approx([r.loss for r in eager[:4]], rel=2e-3)
+
+
+@pytest.mark.parametrize(("checkpointing", "forwards_per_layer"), [("selective", 1), ("full", 2)])
+def test_compiled_checkpointing_runs_attention_forward(checkpointing: str, forwards_per_layer: int, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a compiler. Its graphs do not run under a dispatch mode, so what the operators call is counted."""
+    count: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run_and_count(*args: Any, **kwargs: Any) -> Any:
+            count[name] += 1
+            return function(*args, **kwargs)
+
+        return run_and_count
+
+    for name in ("varlen_forward", "varlen_backward"):
+        monkeypatch.setattr(varlen, name, counted(name, getattr(varlen, name)))
+    torch._dynamo.reset()
+    run(tmp_path, checkpointing=checkpointing, steps=2, compile__enable=True, compile__components=["model"],
+        compile__backend="aot_eager_decomp_partition")
+    start_up = 1
+    assert count["varlen_forward"] == 2 * LAYERS * forwards_per_layer + start_up
+    assert count["varlen_backward"] == 2 * LAYERS + start_up
 
 
 def test_a_probe_and_another_recipe_compile_too(small_documents: Path, tmp_path: Path) -> None:
