@@ -151,9 +151,12 @@ class LowbitMetrics(AttentionMetrics, MetricsProcessor):
 
 @override(target=MetricsProcessor.Config, description="start-up checks of low-bit attention, its recipes and numerics in the log")
 def metrics(cfg: MetricsProcessor.Config) -> LowbitMetrics.Config:
-    """For torchtitan's own metrics processor; a subclass of it can put `AttentionMetrics` first in its bases."""
+    """For torchtitan's own metrics processor; one of the user's own builds on `LowbitMetrics` and is left as it is."""
+    if isinstance(cfg, LowbitMetrics.Config):
+        return cfg
     if type(cfg) is not MetricsProcessor.Config:
-        raise ValueError(f"metrics: got {type(cfg).__qualname__}; lowbit_attn accepts: MetricsProcessor.Config")
+        raise ValueError(f"metrics: got {type(cfg).__qualname__}; lowbit_attn accepts: MetricsProcessor.Config, or a subclass of "
+                         f"{_HOME}.LowbitMetrics.Config")
     return derive(cfg, LowbitMetrics.Config)
 
 

@@ -1,6 +1,7 @@
 """What cannot run in 0.3.x is refused at start-up, by the name of the setting, before any data is read."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,6 +159,16 @@ def test_subclasses_whose_additions_would_be_lost_are_named() -> None:
                                   (v03.metrics, Metrics(), "metrics")):
         with pytest.raises(ValueError, match=f"{name}: got .*accepts"):
             factory(config)
+
+
+def test_a_metrics_processor_built_on_ours_is_left_as_it_is() -> None:
+    class Mine(v03.LowbitMetrics):
+        @dataclass(kw_only=True, slots=True)
+        class Config(v03.LowbitMetrics.Config):
+            pass
+
+    config = Mine.Config()
+    assert v03.metrics(config) is config
 
 
 def test_a_document_longer_than_its_row() -> None:
