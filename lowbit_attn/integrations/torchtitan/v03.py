@@ -89,6 +89,10 @@ def attention(cfg: FlexAttention.Config, **options: Any) -> LowbitVarlen.Config:
     if type(cfg) is not FlexAttention.Config:
         raise ValueError(f"inner_attention: got {type(cfg).__qualname__}, whose additions low-bit attention would drop; "
                          "lowbit_attn accepts: FlexAttention.Config")
+    stock = FlexAttention.Config()
+    for name in ("block_size", "kernel_options"):
+        if getattr(cfg, name) != getattr(stock, name):
+            logger.warning(f"inner_attention.{name}: {getattr(cfg, name)!r} tunes flex attention and is not used")
     return derive(cfg, LowbitVarlen.Config, options=_options(options))
 
 

@@ -46,10 +46,9 @@ def test_saved_with_low_bit_attention_loaded_without_and_back(tmp_path: Path, mo
     saved = tmp_path / "ours" / "checkpoint" / "step-2"
 
     stock = _stock_model()
-    state = {name: value for name, value in stock.state_dict().items() if torch.is_tensor(value)}
-    assert list(state) == [name for name in trained if name in state]
-    assert not torch.equal(state["norm.weight"] * 0 + state["tok_embeddings.weight"][0, 0],
-                           trained["norm.weight"] * 0 + trained["tok_embeddings.weight"][0, 0])
+    state = stock.state_dict()
+    assert list(state) == list(trained)
+    assert not torch.equal(state["tok_embeddings.weight"], trained["tok_embeddings.weight"])
     dcp.load(state, checkpoint_id=str(saved), no_dist=True)
     assert all(torch.equal(state[name], trained[name]) for name in state)
 

@@ -161,6 +161,13 @@ def test_subclasses_whose_additions_would_be_lost_are_named() -> None:
             factory(config)
 
 
+def test_tuning_of_flex_attention_that_is_not_used_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    v03.attention(FlexAttention.Config())
+    assert not caplog.text
+    v03.attention(FlexAttention.Config(kernel_options={"BLOCK_M": 64}))
+    assert "inner_attention.kernel_options: {'BLOCK_M': 64} tunes flex attention and is not used" in caplog.text
+
+
 def test_a_metrics_processor_built_on_ours_is_left_as_it_is() -> None:
     class Mine(v03.LowbitMetrics):
         @dataclass(kw_only=True, slots=True)
