@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from titan_runs import CONFIGS
 
+from lowbit_attn.integrations.torchtitan import documents
 from lowbit_attn.integrations.torchtitan.documents import TRAINING, ByteTokenizer
 from lowbit_attn.integrations.torchtitan.launch import train
 from lowbit_attn.integrations.torchtitan.models_v03 import llama3_spec
@@ -27,6 +28,7 @@ def _shipped() -> Any:
 
 @pytest.mark.parametrize(("name", "head_dim"), [("llama3_debug_mxfp8", 64), ("llama3_1b_mxfp8", 128), ("llama3_8b_mxfp8", 128)])
 def test_a_shipped_config_starts(name: str, head_dim: int, tmp_path: Path) -> None:
+    documents.register()
     function: Callable[[], Any] = getattr(_shipped(), name)
     config = function()
     model = config.model_spec.model
