@@ -9,6 +9,7 @@ import torch
 from titan_runs import CONFIG, LAYERS
 from torchtitan.protocols.train_spec import get_train_spec
 
+import lowbit_attn.integrations.torchtitan.demo  # noqa: F401  registers llama3_bytes and its data
 from lowbit_attn.integrations.torchtitan import AttentionOptions, LowbitConverter
 
 DEFAULTS = AttentionOptions()
