@@ -134,6 +134,24 @@ def pack(h, OPERAND: gl.constexpr):
 
 
 @gluon.jit
+def decoded_sums(h, fold):
+    """Row sums [64] of the values of the codes h [64, block, j, c], each block's times 2^-fold [.., block]."""
+    values = gl.sum(gl.sum(inline.code_values(h), 3), 2)
+    return gl.sum(values * gl.exp2(-gl.convert_layout(fold, values.type.layout)), 1)
+
+
+@gluon.jit
+def tile_sums(h, fold, state):
+    """Row sums of a masked tile's words [64, 64], as running state: bit for bit those of `softmax_general`, so that which of
+    the two computes a row, which later keys of its tile decide, shows in nothing."""
+    codes = h.reshape([ROWS, 4, 4, 4])
+    BLOCK_ROWS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, codes.type.layout))
+    BLOCKS: gl.constexpr = gl.SliceLayout(0, BLOCK_ROWS)
+    folds = gl.convert_layout(fold, BLOCKS)[None, :] + gl.zeros([ROWS, 4], gl.float32, BLOCK_ROWS)
+    return from_rows(decoded_sums(codes, folds), state)
+
+
+@gluon.jit
 def softmax_general(scores, row_scale, k_scale, exponent, limit, maximum, reference, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
                     UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, FIRST: gl.constexpr, OPERAND: gl.constexpr):
     """One tile of which row r sees keys 0..limit[r]: each row's own reference, masked scores, and the tile's row sums.
@@ -171,8 +189,7 @@ def softmax_general(scores, row_scale, k_scale, exponent, limit, maximum, refere
     b = inline.add(base, inline.twice(fold * UNIT))
     b_sum = inline.add(base, inline.twice(shared * UNIT))
     h_sum = inline.direct_codes(s, spread_words(a), spread_words(b_sum))
-    sums = gl.sum(gl.sum(inline.code_values(h_sum), 3), 2) * gl.exp2(-shared)
-    sums = gl.convert_layout(gl.sum(sums, 1), ROW)
+    sums = gl.convert_layout(decoded_sums(h_sum, shared), ROW)
     h = inline.direct_codes(s, spread_words(a), spread_words(b))
     words = pack(h.reshape([ROWS, KEYS // 2]), OPERAND)
     return words, new, decay, decay * gl.exp2(before - after), after, sums

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from lowbit_attn.kernels.hopper import inline
 from lowbit_attn.kernels.hopper.compat import tma_load
-from lowbit_attn.kernels.hopper.direct import from_rows, hide, pack, softmax_full, softmax_general, to_rows
+from lowbit_attn.kernels.hopper.direct import from_rows, hide, pack, softmax_full, softmax_general, tile_sums, to_rows
 from lowbit_attn.kernels.hopper.forward import KEYS, ROWS, by_thread, entry_of, operand, promote, scale_parts, with_master
 from lowbit_attn.kernels.hopper.inline import uniform
 
@@ -144,7 +144,9 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
     if not GENERAL:
         words = pack(h, OPERAND)  # after the wait: wgmma still reads the registers of the last words
     row_sum = (row_sum + row_sums(sums, STATE) * counted) * decay
-    if GENERAL:
+    if HIDDEN:
+        tile_sum = tile_sums(h, fold, maximum)
+    if GENERAL or HIDDEN:
         row_sum = row_sum + tile_sum
     if i % PROMOTE == PROMOTE - 1:
         ROW_OUT: gl.constexpr = gl.SliceLayout(1, accumulator.type.layout)
@@ -213,7 +215,8 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         mine = uniform(gl.where(rows > 0, mine, 1))
         full = gl.minimum(gl.maximum(gl.minimum(k_valid, diagonal + 1), 0) // KEYS, mine)
         full = uniform(gl.minimum(full, loud))
-        # The last tile may only lack keys on the diagonal: then it needs a mask, but neither row sums nor references of its own.
+        # The last tile may only lack keys on the diagonal: then it needs a mask, but no
+        # reference of each row's own.
         record = tile_records + (mine - 1) * 16
         whole = gl.load(record) + gl.load(record + 1) + gl.load(record + 2) + gl.load(record + 3)
         plain = (full > 0) & (full == mine - 1) & (mine <= loud) & (gl.load(record + 12) == 0) & (whole == whole)
@@ -270,7 +273,7 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
                                     is_async=True)
         accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
         mbarrier.arrive(v_empty.index(stage), count=1)
-        row_sum = row_sum + row_sums(sums, STATE) * gl.where(mine - 1 < full + diagonal_tiles, 1.0, 0.0)
+        row_sum = row_sum + row_sums(sums, STATE) * gl.where(mine - 1 < full, 1.0, 0.0)
         step += 1
         for i in range(mine, tiles):  # tiles that only the other warpgroups need
             stage = step % STAGES

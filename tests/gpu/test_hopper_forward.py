@@ -1,0 +1,306 @@
+"""The Hopper forward equals the reference on the same codes, for every shape, mask and kind of input.
+
+Why not bitwise: an FP8 wgmma keeps about 13 bits of its accumulator, so a score is off by some 2^-13 of the partial sums it went
+through; rounding P to E4M3 is discontinuous, and a score that lies that close to a boundary flips a code, by an eighth of the
+value. Where scores are exact (`TestInjectedScores`) nothing is off but the last division.
+"""
+
+import math
+
+import pytest
+import torch
+
+import lowbit_attn
+from lowbit_attn.ops import LowbitFallbackWarning
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+                                                  reason="needs a Hopper GPU")]
+
+RECIPES = ("mxfp8", "mxfp8_fast")
+
+
+def normal(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def inputs(batch, queries, keys, heads, kv_heads, head_dim, dtype=torch.bfloat16):
+    return (normal(batch, heads, queries, head_dim, seed=1, dtype=dtype), normal(batch, kv_heads, keys, head_dim, seed=2,
+                                                                                 dtype=dtype),
+            normal(batch, kv_heads, keys, head_dim, seed=3, dtype=dtype))
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+
+
+def score_noise(q, k, scale=None):
+    """Doublings by which scores may be off: one cut at 2^-13 of the accumulator for each 32 channels (float16 scores: 2^-11)."""
+    head_dim = q.shape[-1]
+    rows = q.float().norm(dim=-1).amax() * k.float().norm(dim=-1).amax() / head_dim**0.5  # a typical |q . k| is |q| |k| / sqrt(d)
+    return (head_dim // 32 + 1) * 2.0**-13 * rows.item() * (head_dim**-0.5 if scale is None else abs(scale)) * math.log2(math.e)
+
+
+def assert_close(actual, expected, noise):
+    """O within bf16 rounding (2^-9), the accumulator's 2^-13 a tile, and code flips: a score off by x doublings moves a share of
+    8 x of the codes by an eighth, so weights by about sqrt(8 x) / 8 in the root mean square, and some of it averages out."""
+    output, lse = actual
+    reference, reference_lse = expected
+    assert output.shape == reference.shape
+    assert output.dtype == reference.dtype
+    assert torch.equal(output.isnan(), reference.isnan())
+    assert torch.equal(lse.isneginf(), reference_lse.isneginf())
+    seen = lse.isfinite() & reference_lse.isfinite()
+    assert relative(output.nan_to_num(), reference.nan_to_num()) < 2.0**-9 + 2.0**-9 + math.sqrt(8 * noise) / 8
+    if seen.any():
+        assert (lse - reference_lse)[seen].abs().max() < 2.0**-6 + 8 * noise
+
+
+def both(q, k, v, recipe, **options):
+    run = [lowbit_attn.attention(q, k, v, recipe=recipe, enable_gqa=True, return_lse=True, backend=backend, **options)
+           for backend in ("hopper", "reference")]
+    return run[0], run[1], score_noise(q, k, options.get("scale"))
+
+
+SHAPES = [  # batch, queries, keys, heads, kv heads, head_dim
+    (1, 1, 1, 1, 1, 128), (1, 128, 128, 1, 1, 128), (2, 129, 127, 2, 1, 128), (1, 192, 384, 3, 3, 128), (2, 300, 333, 4, 2, 128),
+    (1, 1000, 1000, 8, 1, 128), (2, 500, 700, 4, 4, 64), (1, 77, 300, 2, 1, 96), (1, 300, 300, 2, 2, 40), (1, 260, 300, 2, 1, 160),
+    (2, 300, 400, 4, 2, 256)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+class TestShapes:
+    def test_full(self, shape, recipe):
+        assert_close(*both(*inputs(*shape), recipe))
+
+    @pytest.mark.parametrize("align", ["top_left", "bottom_right"])
+    def test_causal(self, shape, recipe, align):
+        assert_close(*both(*inputs(*shape), recipe, is_causal=True, causal_align=align))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+class TestOptions:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_dtypes(self, recipe, dtype):
+        assert_close(*both(*inputs(1, 300, 300, 2, 2, 128, dtype), recipe))
+
+    @pytest.mark.parametrize("causal", [{}, {"is_causal": True, "causal_align": "bottom_right"}], ids=["full", "causal"])
+    def test_key_lengths(self, recipe, causal):
+        q, k, v = inputs(5, 300, 333, 4, 2, 128)
+        lengths = torch.tensor([333, 0, 1, 128, 129], dtype=torch.int32, device="cuda")
+        for n, length in enumerate(lengths.tolist()):
+            k[n, :, length:], v[n, :, length:] = torch.nan, torch.inf
+        assert_close(*both(q, k, v, recipe, key_lengths=lengths, **causal))
+
+    @pytest.mark.parametrize("scale", [-0.1, 0.0, 0.5])
+    def test_scales(self, recipe, scale):
+        assert_close(*both(*inputs(1, 300, 300, 2, 2, 128), recipe, scale=scale))
+
+    def test_strided_offset_and_expanded_views(self, recipe):
+        q, k, v = inputs(2, 300, 300, 4, 2, 128)
+        wide = torch.zeros(2, 4, 300, 260, device="cuda", dtype=q.dtype)
+        wide[..., 4:132] = q
+        by_token = k.transpose(1, 2).contiguous().transpose(1, 2)
+        shared = v[:, :1].expand(-1, 2, -1, -1)
+        viewed = lowbit_attn.attention(wide[..., 4:132], by_token, shared, recipe=recipe, enable_gqa=True, is_causal=True)
+        plain = lowbit_attn.attention(q, k, shared.contiguous(), recipe=recipe, enable_gqa=True, is_causal=True)
+        assert torch.equal(viewed, plain)
+
+    @pytest.mark.parametrize("shape", [(0, 8, 8), (2, 0, 8), (2, 8, 0)], ids=str)
+    def test_empty_tensors(self, recipe, shape):
+        batch, queries, keys = shape
+        output, lse = lowbit_attn.attention(*inputs(batch, queries, keys, 2, 2, 64), recipe=recipe, return_lse=True)
+        assert output.shape == (batch, 2, queries, 64)
+        assert (output == 0).all()
+        assert lse.isneginf().all()
+
+
+def adversarial():
+    q, k, v = inputs(1, 1100, 1100, 2, 2, 128)
+    ramp = torch.linspace(0, 40, 1100, device="cuda")[:, None]
+    loud = k.clone()
+    loud[:, :, 1000] = 40 * q[:, :, 700]
+    blocks = torch.exp2(torch.randint(-30, 12, (1100, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(4)).float())
+    quiet, outlier, zero = v.clone(), v.clone(), torch.zeros_like(q)
+    quiet[:, :, 64:96], quiet[:, :, 300:700] = 0, quiet[:, :, 300:700] * 2.0**-12
+    outlier[:, :, 500, 3] = 1e4
+    return {"sharp": (8 * q, 4 * k, v), "climbing": (q, (k * ramp).to(k.dtype), v), "falling": (q, (k * ramp.flip(0)).to(k.dtype),
+                                                                                                v),
+            "late spike": (q, loud, v), "wild values": (q, k, (v * blocks).to(v.dtype)), "quiet values": (q, k, quiet),
+            "outlier": (q, k, outlier), "zeros": (zero, zero, zero), "tiny": (q * 1e-20, k * 1e-20, v * 1e-30),
+            "mean": (q, k, v + 2)}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["sharp", "climbing", "falling", "late spike", "wild values", "quiet values", "outlier", "zeros",
+                                  "tiny",
+                                  "mean"])
+def test_adversarial_inputs(name, recipe, causal):
+    assert_close(*both(*adversarial()[name], recipe, is_causal=causal))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("operand", range(3), ids="qkv")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_broken_input_breaks_the_rows_that_read_its_block_and_no_other(recipe, operand, value):
+    tensors = list(inputs(1, 700, 700, 2, 2, 128))
+    tensors[operand][0, 1, 333, 7] = value
+    for causal in (False, True):
+        (output, lse), (reference, reference_lse), _ = both(*tensors, recipe, is_causal=causal)
+        assert torch.equal(output.isnan(), reference.isnan())
+        assert torch.equal(lse.isnan(), reference_lse.isnan())
+
+
+DOCUMENTS = {"mixed": [300, 0, 1, 700, 33, 128, 129], "many": [17 + 13 * (n % 37) for n in range(120)], "one": [640],
+"ones": [1] * 40}
+
+
+def packed(lengths, heads, kv_heads, head_dim, tail, keys=None):
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    cu_k = cu if keys is None else torch.tensor([0, *torch.tensor(keys).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    tokens, kv_tokens = sum(lengths) + tail, sum(keys or lengths) + tail
+    return (normal(tokens, heads, head_dim, seed=1), normal(kv_tokens, kv_heads, head_dim, seed=2),
+            normal(kv_tokens, kv_heads, head_dim, seed=3), cu, cu_k, max(lengths), max(keys or lengths))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+class TestPacked:
+    @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+    @pytest.mark.parametrize("documents", DOCUMENTS)
+    def test_documents(self, recipe, documents, causal):
+        q, k, v, *bounds = packed(DOCUMENTS[documents], 4, 2, 128, tail=77)
+        results = [lowbit_attn.varlen_attention(q, k, v, *bounds, recipe=recipe, is_causal=causal, enable_gqa=True, return_lse=True,
+                                                backend=backend) for backend in ("hopper", "reference")]
+        assert_close(*results, score_noise(q, k))
+
+    def test_keys_of_other_lengths(self, recipe):
+        q, k, v, *bounds = packed([300, 0, 1, 700, 33], 4, 4, 64, 3, keys=[100, 5, 0, 900, 33])
+        results = [lowbit_attn.varlen_attention(q, k, v, *bounds, recipe=recipe, is_causal=True, return_lse=True, backend=backend)
+                   for backend in ("hopper", "reference")]
+        assert_close(*results, score_noise(q, k))
+
+    def test_a_document_moves_no_other_by_a_bit(self, recipe):
+        q, k, v, *bounds = packed([300, 260, 500], 2, 2, 128, tail=10)
+        before = lowbit_attn.varlen_attention(q, k, v, *bounds, recipe=recipe, is_causal=True)
+        for x in (q, k, v):
+            x[300:560] = torch.nan
+        after = lowbit_attn.varlen_attention(q, k, v, *bounds, recipe=recipe, is_causal=True)
+        assert torch.equal(before[:300], after[:300])
+        assert torch.equal(before[560:], after[560:])
+        assert after[300:560].isnan().all()
+
+    def test_boundaries_that_make_no_sense_stay_in_bounds(self, recipe):
+        q, k, v, *_ = packed([500], 2, 2, 64, tail=0)
+        cu = torch.tensor([-5, 400, 3, 10_000, 0, 500], dtype=torch.int32, device="cuda")
+        lowbit_attn.varlen_attention(q, k, v, cu, cu, 500, 500, recipe=recipe, is_causal=True)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+class TestCausality:
+    @pytest.mark.parametrize("change", [64, 192, 480, 700])
+    def test_later_blocks_move_no_earlier_one_by_a_bit(self, recipe, change):
+        q, k, v = inputs(1, 800, 800, 2, 2, 128)
+        before = lowbit_attn.attention(q, k, v, recipe=recipe, is_causal=True)
+        for x in (q, k, v):
+            x[:, :, change:] *= 4096
+        after = lowbit_attn.attention(q, k, v, recipe=recipe, is_causal=True)
+        first = change // 32 * 32
+        assert torch.equal(before[:, :, :first], after[:, :, :first])
+        assert not torch.equal(before[:, :, change:], after[:, :, change:])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+class TestInjectedScores:
+    def test_exact_scores_give_exact_outputs(self, recipe):
+        # Query row i is one-hot: its scores are the whole numbers in channel i of K, its weights powers of two.
+        generator = torch.Generator("cuda").manual_seed(5)
+        q = torch.eye(128, device="cuda")[None, None].repeat(1, 1, 3, 1)
+        k = -torch.randint(0, 3, (1, 1, 500, 128), generator=generator, device="cuda").float()
+        v = torch.randint(-2, 3, (1, 1, 500, 128), generator=generator, device="cuda").float()
+        options = {"recipe": f"{recipe}:rotation=none", "scale": math.log(2.0), "return_lse": True}
+        output, lse = lowbit_attn.attention(q, k, v, backend="hopper", **options)
+        reference, reference_lse = lowbit_attn.attention(q, k, v, backend="reference", **options)
+        torch.testing.assert_close(output, reference, rtol=2.0**-21, atol=0)  # division and logarithm differ in the last bits
+        torch.testing.assert_close(lse, reference_lse, rtol=2.0**-20, atol=0)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("keys", [32768, pytest.param(131072, marks=pytest.mark.full)])
+def test_accumulation_error_stays_small_over_many_keys(recipe, keys):
+    q, k, v = normal(1, 1, 256, 128, seed=1), normal(1, 1, keys, 128, seed=2), normal(1, 1, keys, 128, seed=3) + 0.5
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert relative(lowbit_attn.attention(q, k, v, recipe=recipe), exact) < 0.015
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+class TestRuns:
+    def test_every_element_is_written(self, recipe):
+        q, k, v, *bounds = packed(DOCUMENTS["mixed"], 4, 2, 128, tail=77)
+        torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+        try:
+            output, lse = lowbit_attn.varlen_attention(q, k, v, *bounds, recipe=recipe, is_causal=True, enable_gqa=True,
+                                                       return_lse=True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert output.isfinite().all()
+        assert not lse.isnan().any()
+
+    def test_runs_and_graph_replays_are_bitwise_equal(self, recipe):
+        q, k, v = inputs(2, 700, 700, 4, 2, 128)
+        eager = lowbit_attn.attention(q, k, v, recipe=recipe, is_causal=True, enable_gqa=True)
+        assert torch.equal(eager, lowbit_attn.attention(q, k, v, recipe=recipe, is_causal=True, enable_gqa=True))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = lowbit_attn.attention(q, k, v, recipe=recipe, is_causal=True, enable_gqa=True)
+        captured.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(eager, captured)
+
+    def test_compiled_equals_eager_and_compiles_once_for_dynamic_sizes(self, recipe):
+        compiles = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+
+        @torch.compile(fullgraph=True, dynamic=True, backend=compiles)
+        def attend(q, k, v):
+            return lowbit_attn.attention(q, k, v, recipe=recipe, is_causal=True) * 2
+
+        for tokens in (300, 400):
+            q, k, v = inputs(2, tokens, tokens, 2, 2, 64)
+            assert torch.equal(attend(q, k, v), lowbit_attn.attention(q, k, v, recipe=recipe, is_causal=True) * 2)
+        assert compiles.frame_count == 1
+
+    def test_more_than_two_to_the_31_elements(self, recipe):
+        q = normal(1, 32, 600_000, 128)
+        k, v = normal(1, 1, 256, 128, seed=2), normal(1, 1, 256, 128, seed=3)
+        assert q.numel() > 2**31
+        output = lowbit_attn.attention(q, k, v, recipe=recipe, enable_gqa=True)
+        rows = slice(599_936, 600_000)
+        last = lowbit_attn.attention(q[:, :, rows].contiguous(), k, v, recipe=recipe, enable_gqa=True)
+        assert relative(output[:, :, rows], last) < 1e-3
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+    def test_a_second_device_leaves_the_current_one_alone(self, recipe):
+        q, k, v = inputs(1, 300, 300, 2, 2, 128)
+        here = lowbit_attn.attention(q, k, v, recipe=recipe)
+        there = lowbit_attn.attention(*(x.to("cuda:1") for x in (q, k, v)), recipe=recipe)
+        assert torch.cuda.current_device() == 0
+        assert torch.equal(here, there.to("cuda:0"))
+
+
+class TestDispatch:
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_hopper_is_chosen_without_a_word(self, recipe, recwarn):
+        assert lowbit_attn.explain(recipe).backend == "hopper"
+        lowbit_attn.attention(*inputs(1, 64, 64, 1, 1, 64), recipe=recipe)
+        assert not [w for w in recwarn if issubclass(w.category, LowbitFallbackWarning)]
+
+    def test_gradients_come_from_the_codes_that_the_kernel_saved(self):
+        tensors = [x.requires_grad_() for x in inputs(1, 400, 400, 4, 2, 128)]
+        grads = {}
+        for backend in ("hopper", "reference"):
+            output = lowbit_attn.attention(*tensors, recipe="mxfp8", is_causal=True, enable_gqa=True, backend=backend)
+            grads[backend] = torch.autograd.grad(output.float().square().sum(), tensors)
+        for a, b in zip(grads["hopper"], grads["reference"], strict=True):
+            assert torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0) > 0.9995
