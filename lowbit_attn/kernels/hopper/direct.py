@@ -182,7 +182,7 @@ def softmax_general(scores, row_scale, k_scale, exponent, limit, maximum, refere
         new = gl.where(last < 0, 0.0, top)
         decay = gl.exp2(before - after)
     else:
-        new = raised(old, top, THRESHOLD)
+        new = raised(old, gl.where(last < 0, float("-inf"), top), THRESHOLD)
         decay = gl.exp2((old - new) * (1.0 / UNIT))
     base = inline.twice(BASE - new)[:, None]
     shared = gl.maximum(fold, SHARED)
