@@ -9,6 +9,9 @@ from typing import TypeVar
 
 import torch
 
+WARM_UP, REPEAT = 20, 50
+"""Milliseconds of each call in each round, untimed and timed."""
+
 Run = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
 
@@ -50,7 +53,8 @@ def interleaved(runs: Mapping[Key, Run], device: torch.device, rounds: int) -> d
     from triton.testing import do_bench
 
     prepared = {name: _captured(run) for name, run in runs.items()}
-    turns = [{name: do_bench(replay, return_mode="median") for name, (replay, _) in prepared.items()} for _ in range(rounds)]
+    turns = [{name: do_bench(replay, WARM_UP, REPEAT, return_mode="median") for name, (replay, _) in prepared.items()}
+             for _ in range(rounds)]
     return {name: Timing(tuple(turn[name] for turn in turns), method) for name, (_, method) in prepared.items()}
 
 
