@@ -13,6 +13,7 @@ On the command line, next to any --module and --config of torchtitan's:
         return enable(llama3_8b(), recipe="mxfp8")
 """
 
+import inspect
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -22,6 +23,7 @@ import spmd_types as spmd
 import torch
 from spmd_types.runtime import get_partition_spec
 from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import TORCH_DTYPE_MAP, derive, override
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -182,9 +184,9 @@ def enable(config: Any, **options: Any) -> Any:
 def _check_settings(settings: dict[str, Any], parallel_dims: Any) -> None:
     """What the config alone tells."""
     startup.check_context_parallel(parallel_dims.cp)
-    if parallel_dims.pp > 1:
-        raise NotImplementedError(f"parallelism.pipeline_parallel_degree: got {parallel_dims.pp}; torchtitan 0.3.x pipelines need "
-                                  "a torch that this adapter was never run with; lowbit_attn accepts: 1")
+    if parallel_dims.pp > 1 and "kwarg_mbs" not in inspect.signature(PipelineScheduleSingle.step).parameters:
+        raise NotImplementedError(f"parallelism.pipeline_parallel_degree: got {parallel_dims.pp} with torch {torch.__version__}, "
+                                  "whose pipelines do not take a microbatch's documents; accepted: 1, or a torch from 2.14")
     training = settings["training"]
     startup.check_precision(training["dtype"], training["mixed_precision_param"])
     if not training["disable_cuda_graphs"]:
@@ -208,6 +210,8 @@ def _start(parts: Iterable[nn.Module], settings: dict[str, Any]) -> None:
     spec = settings["model_spec"]
     name = f"{spec['name']} {spec['flavor']}"
     layers = [layer for part in parts for layer in _layers(part, name)]
+    if not layers:
+        return  # a pipeline stage without blocks
     first = layers[0][1]
     options = first.inner_attention.options
     recipes = layer_recipes(options, len(spec["model"]["layers"]))

@@ -75,9 +75,10 @@ def test_settings_that_cannot_run(change: Callable[[Any], None], error: type[Exc
 
 @pytest.mark.parametrize(("dims", "message"), [
     ({"cp": 2}, r"parallelism\.context_parallel_degree: got 2; lowbit_attn accepts: 1"),
-    ({"pp": 2}, r"parallelism\.pipeline_parallel_degree: got 2; .*lowbit_attn accepts: 1"),
+    ({"pp": 2}, r"parallelism\.pipeline_parallel_degree: got 2 with torch .*accepted: 1, or a torch from 2\.14"),
 ])
-def test_unsupported_parallelism(dims: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_unsupported_parallelism(dims: dict[str, int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(v03.PipelineScheduleSingle, "step", lambda self, *args, target=None, **kwargs: None)  # torch 2.13's
     config = _config(tmp_path)
     with pytest.raises(NotImplementedError, match=message):
         v03._check_settings(config.to_dict(), SimpleNamespace(**{"cp": 1, "pp": 1, **dims}))

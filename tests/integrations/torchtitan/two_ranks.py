@@ -5,6 +5,7 @@
 Initial weights come from a checkpoint: sharded tensors on a CPU draw other random numbers than whole ones.
 """
 
+import inspect
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import pytest
 import torch
 from datasets import Dataset
 from titan_runs import LINE, run
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
@@ -30,7 +32,7 @@ TP = {"parallelism__tensor_parallel_degree": 2}
 FLOAT32 = {"training__mixed_precision_param": "float32"}
 PP = {"parallelism__pipeline_parallel_degree": 2, "parallelism__pipeline_parallel_schedule": "1F1B",
       "parallelism__pipeline_parallel_microbatch_size": 1, "checkpointing": "none"}
-# torch 2.13 cannot shard the types of 0.3.x's default backend.
+# 0.3.x's default backend needs torch 2.14, and a process for each mesh.
 BACKEND = {} if LINE == "0.2" else {"parallelism__spmd_backend": "partial_dtensor"}
 
 # Name, what two processes run, what one process runs in its place.
@@ -39,8 +41,10 @@ SCENARIOS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp": ({"flavor": "small", **TP, **FLOAT32}, {"flavor": "small", **FLOAT32}),
     "tp bfloat16": ({"flavor": "small", **TP}, {"flavor": "small"}),
 }
-if LINE == "0.2":  # 0.3.x refuses pipelines
+if LINE == "0.2":
     SCENARIOS["pp"] = ({**PP, "flavor": "tiny_sdpa"}, {"checkpointing": "none", "flavor": "tiny_sdpa"})
+elif "kwarg_mbs" in inspect.signature(PipelineScheduleSingle.step).parameters:  # from torch 2.14 on
+    SCENARIOS["pp"] = (PP, {"checkpointing": "none"})
 
 
 RELATIVE = {**dict.fromkeys(SCENARIOS, 2e-4), "tp bfloat16": 3e-3}
