@@ -52,7 +52,7 @@ def raised(maximum, top, THRESHOLD: gl.constexpr):
 
 
 @gluon.jit
-def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
+def softmax_full(scores, row_scale, k_scale, fold, maximum, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
                  UNIT: gl.constexpr, HIDDEN: gl.constexpr):
     """One tile whose reference holds for every row: words of 1024 + code, and the state after it. HIDDEN: some scores are -inf,
     which the caller made so; no scale is NaN then."""
@@ -76,7 +76,7 @@ def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum
     b = inline.add(gl.expand_dims(base, 3), folds)
     h = inline.direct_codes(s, gl.expand_dims(a5, 4), gl.expand_dims(b, 4))
     decay = gl.exp2((maximum - new) * (1.0 / UNIT))
-    return h.reshape([ROWS, KEYS // 2]), new, decay, decay * gl.exp2(lift), maximum * 0.0 + tile_reference
+    return h.reshape([ROWS, KEYS // 2]), new, decay
 
 
 @gluon.jit

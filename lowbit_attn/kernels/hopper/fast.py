@@ -51,13 +51,33 @@ def load_tiles(q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_sm
 
 
 @gluon.jit
-def first_full(scores, row_scale, k_scale, fold, tile_reference, state, BASE: gl.constexpr, THRESHOLD: gl.constexpr,
-               UNIT: gl.constexpr, OPERAND: gl.constexpr):
-    """A first tile that every row sees in full: packed codes, maximum, row sum so far, reference."""
-    h, maximum, _, _, reference = softmax_full(scores, row_scale, k_scale, fold, 0.0, tile_reference, state - 3e38, BASE,
-                                               THRESHOLD, UNIT,
-                                                    False)
-    return pack(h, OPERAND), maximum, state, reference
+def promote_to(accumulator, master, levels, level, D: gl.constexpr):
+    """Add the accumulator, at each row's log2 scale `level`, to the master, whose scales `levels` in shared memory then are."""
+    LAYOUT: gl.constexpr = level.type.layout
+    promote(accumulator, master, levels.load(LAYOUT) - level, D)
+    levels.store(level)
+
+
+@gluon.jit
+def row_limits(diagonal, k_valid, LAYOUT: gl.constexpr):
+    """The last key that each of the 64 rows sees, computed where it is needed: the lean loop has no register for it."""
+    return gl.minimum(gl.arange(0, ROWS, LAYOUT) + diagonal, k_valid - 1)
+
+
+@gluon.jit
+def scales_by_row(row_scale, LAYOUT: gl.constexpr):
+    """Scales [4 warps, 8] of a thread's rows r and r + 8, which share a block of 32 tokens, -> [64 rows]."""
+    BOTH: gl.constexpr = gl.zeros([ROWS], gl.float32, LAYOUT).reshape([4, 2, 8]).type.layout
+    rows = gl.expand_dims(gl.convert_layout(row_scale, gl.SliceLayout(1, BOTH)), 1).broadcast_to([4, 2, 8])
+    return gl.convert_layout(rows.reshape([ROWS]), LAYOUT)
+
+
+@gluon.jit
+def first_full(scores, row_scale, k_scale, fold, state, BASE: gl.constexpr, THRESHOLD: gl.constexpr, UNIT: gl.constexpr,
+               OPERAND: gl.constexpr):
+    """A first tile that every row sees in full: packed codes, maximum, row sum so far, reference (the tile's, put in later)."""
+    h, maximum, _ = softmax_full(scores, row_scale, k_scale, fold, state - 3e38, BASE, THRESHOLD, UNIT, False)
+    return pack(h, OPERAND), maximum, state, state
 
 
 @gluon.jit
@@ -88,8 +108,8 @@ def rescale_state(accumulator, factor, D: gl.constexpr):
 
 
 @gluon.jit
-def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, general_scale,
-            limit, counted, words, maximum, row_sum, reference, accumulator, master, promoted, BASE: gl.constexpr,
+def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale,
+            diagonal, k_valid, counted, words, maximum, row_sum, reference, accumulator, master, levels, BASE: gl.constexpr,
             THRESHOLD: gl.constexpr, UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, GENERAL: gl.constexpr,
             HIDDEN: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
             PROMOTE: gl.constexpr,
@@ -105,8 +125,6 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
         fold = gl.load(exponents + (i + 1) * 4 + block)
     else:
         fold = gl.load(record + 4 + block)
-    lift = gl.load(record + 12)
-    tile_reference = gl.load(record + 13)
     codes = operand(words, OPERAND)
     mbarrier.wait(k_full.index(next_stage), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
@@ -119,46 +137,52 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
     accumulator = warpgroup_mma(codes, v_smem.index(stage).permute((1, 0)), accumulator, use_acc=i % PROMOTE != 0, is_async=True)
     if WARPGROUPS > 1:
         inline.pass_turn((WARPGROUP + 1) % WARPGROUPS)
-    # A general tile takes the registers of the packed codes: it waits for their product first.
-    raw, accumulator, sums = warpgroup_mma_wait(0 if GENERAL else 2, deps=(raw, accumulator, sums))
+    MASKED: gl.constexpr = GENERAL or HIDDEN
+    raw, accumulator, sums = warpgroup_mma_wait(0 if MASKED else 2, deps=(raw, accumulator, sums))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
     scores = inline.words_of(raw)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    ROW_OUT: gl.constexpr = gl.SliceLayout(1, accumulator.type.layout)
+    if MASKED:
+        # The output so far goes to the master, and its registers to the masked tile, general or not: the two must not differ.
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        promote_to(accumulator, master, levels, to_rows(maximum * (1.0 / UNIT) + reference, ROW_OUT), D)
+        row_sum = row_sum + row_sums(sums, STATE) * counted
     if GENERAL:
-        ROW: gl.constexpr = general_scale.type.layout
         words, new, decay, factor, after, tile_sum = softmax_general(
-            scores, general_scale, k_scale, fold, limit - (i + 1) * KEYS, to_rows(maximum, ROW), to_rows(reference, ROW), BASE,
+            scores, scales_by_row(row_scale, ROW), k_scale, fold, row_limits(diagonal, k_valid, ROW) - (i + 1) * KEYS,
+            to_rows(maximum, ROW), to_rows(reference, ROW), BASE,
             THRESHOLD, UNIT, LOWEST, SHARED, False, OPERAND)
         after = from_rows(after, maximum)
         new = from_rows(new, maximum)
-        decay = from_rows(decay, maximum)
-        factor = from_rows(factor, maximum)
-        tile_sum = from_rows(tile_sum, maximum)
+        row_sum = row_sum * from_rows(decay, maximum) + from_rows(tile_sum, maximum)
     else:
         if HIDDEN:
-            scores = hide(scores, limit - (i + 1) * KEYS)
-        h, new, decay, factor, after = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, BASE,
-                                                    THRESHOLD,
-                                                    UNIT, HIDDEN)
-    accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
-    mbarrier.arrive(v_empty.index(stage), count=1)
-    if not GENERAL:
+            scores = hide(scores, row_limits(diagonal, k_valid, ROW) - (i + 1) * KEYS)
+        h, new, decay = softmax_full(scores, row_scale, k_scale, fold, maximum, BASE, THRESHOLD, UNIT, HIDDEN)
+        # Loaded late, when the record's line is in L1: the softmax has no register for them.
+        factor = decay * gl.exp2(gl.load(record + 12))
+        after = gl.load(record + 13)
+        if HIDDEN:
+            row_sum = row_sum * decay + tile_sums(h, fold, maximum)
+            words = pack(h, OPERAND)
+    if MASKED:
+        OUTPUT: gl.constexpr = accumulator.type.layout
+        accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
+    else:
+        accumulator, sums = warpgroup_mma_wait(0, deps=(accumulator, sums))
+        mbarrier.arrive(v_empty.index(stage), count=1)
         words = pack(h, OPERAND)  # after the wait: wgmma still reads the registers of the last words
-    row_sum = (row_sum + row_sums(sums, STATE) * counted) * decay
-    if HIDDEN:
-        tile_sum = tile_sums(h, fold, maximum)
-    if GENERAL or HIDDEN:
-        row_sum = row_sum + tile_sum
-    if i % PROMOTE == PROMOTE - 1:
-        ROW_OUT: gl.constexpr = gl.SliceLayout(1, accumulator.type.layout)
-        level = maximum * (1.0 / UNIT) + reference
-        promote(accumulator, master, to_rows(promoted - level, ROW_OUT), D)
-        promoted = level
-    accumulator = rescale_state(accumulator, factor, D)
-    return step + 1, words, new, row_sum, after, accumulator, promoted
+        row_sum = (row_sum + row_sums(sums, STATE) * counted) * decay
+        if i % PROMOTE == PROMOTE - 1:
+            promote_to(accumulator, master, levels, to_rows(maximum * (1.0 / UNIT) + reference, ROW_OUT), D)
+        accumulator = rescale_state(accumulator, factor, D)
+    return step + 1, words, new, row_sum, after, accumulator
 
 
 @gluon.jit
-def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, q, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
+def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, levels, q, k_smem, v_smem, w_smem, q_full,
+            q_empty, k_full,
             k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, documents, factor, GROUP,
             WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
             LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr):
@@ -208,8 +232,6 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         # A token block is 32 rows, and the rows r and r + 8 that a thread holds lie in one.
         first_row = warp[:, None] * 16 + eighth[None, :]
         row_scale = scale_of(gl.load(q_scales + side + first_row, mask=first_row < rows, other=127)) * factor
-        general_scale = scale_of(gl.load(q_scales + side + local, mask=local < rows, other=127)) * factor
-        limit = gl.minimum(local + diagonal, k_valid - 1)
         last = gl.minimum(rows, ROWS) - 1 + diagonal
         mine = (gl.minimum(gl.maximum(gl.minimum(k_valid, last + 1), 1), KEYS * tiles) + KEYS - 1) // KEYS
         mine = uniform(gl.where(rows > 0, mine, 1))
@@ -235,35 +257,38 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         scores = inline.words_of(raw)
         state = gl.zeros([4, 8, 4, 2], gl.float32, STATE)
         if full > 0:
-            words, maximum, row_sum, reference = first_full(scores, row_scale, k_scale, fold, gl.load(tile_records + 13), state,
-                                                            BASE,
-                                                            THRESHOLD, UNIT, OPERAND)
+            words, maximum, row_sum, reference = first_full(scores, row_scale, k_scale, fold, state, BASE, THRESHOLD, UNIT, OPERAND)
         else:
-            words, maximum, row_sum, reference = first_general(scores, general_scale, k_scale, exponent, limit, state, BASE,
+            words, maximum, row_sum, reference = first_general(scores, scales_by_row(row_scale, ROW), k_scale, exponent,
+                                                               row_limits(diagonal, k_valid, ROW), state, BASE,
                                                                THRESHOLD,
                                                                UNIT, LOWEST, SHARED, OPERAND)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
-        promoted = maximum * (1.0 / UNIT) + reference
+        # While every row sees every key so far, one reference serves them all.
+        shared = gl.load(tile_records + 13)
+        reference = gl.where(full > 0, state + shared, reference)
+        levels.store(to_rows(maximum * (1.0 / UNIT) + reference, ROW_OUT))
         for i in range(0, full - 1):
-            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+            step, words, maximum, row_sum, shared, accumulator = advance(
                 i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                general_scale, limit, 1.0, words, maximum, row_sum, reference, accumulator, master, promoted, BASE, THRESHOLD,
-                UNIT, LOWEST, SHARED, False, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS,
-                STATE)
+                diagonal, k_valid, 1.0, words, maximum, row_sum, shared, accumulator, master, levels, BASE,
+                THRESHOLD, UNIT, LOWEST, SHARED, False, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS,
+                OPERAND, BLOCKS, STATE)
         for i in range(full - 1, full - 1 + diagonal_tiles):
-            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+            step, words, maximum, row_sum, shared, accumulator = advance(
                 i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                general_scale, limit, 1.0, words, maximum, row_sum, reference, accumulator, master, promoted, BASE, THRESHOLD,
-                UNIT, LOWEST, SHARED, False, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS,
-                STATE)
+                diagonal, k_valid, 1.0, words, maximum, row_sum, shared, accumulator, master, levels, BASE,
+                THRESHOLD, UNIT, LOWEST, SHARED, False, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS,
+                OPERAND, BLOCKS, STATE)
+        reference = gl.where(full > 0, state + shared, reference)
         for i in range(gl.maximum(full - 1 + diagonal_tiles, 0), mine - 1):
-            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
+            step, words, maximum, row_sum, reference, accumulator = advance(
                 i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                general_scale, limit, gl.where(i < full, 1.0, 0.0), words, maximum, row_sum, reference, accumulator, master,
-                promoted, BASE, THRESHOLD,
-                UNIT, LOWEST, SHARED, True, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS,
-                STATE)
+                diagonal, k_valid, gl.where(i < full, 1.0, 0.0), words, maximum, row_sum, reference, accumulator, master, levels,
+                BASE,
+                THRESHOLD, UNIT, LOWEST, SHARED, True, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS,
+                OPERAND, BLOCKS, STATE)
         stage = step % STAGES
         codes = operand(words, OPERAND)
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
@@ -289,10 +314,10 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         mbarrier.arrive(q_empty, count=1)
         turn += 1
         level = maximum * (1.0 / UNIT) + reference
-        total = with_master(accumulator, master, to_rows(promoted - level, ROW_OUT), D)
+        total = with_master(accumulator, master, levels.load(ROW_OUT) - to_rows(level, ROW_OUT), D)
         # Scores that left float16 made the maximum infinite: NaN, not a plausible number.
         denominator = to_rows(row_sum + (maximum - maximum), ROW_OUT)
-        empty = gl.convert_layout(limit, ROW_OUT) < 0
+        empty = row_limits(diagonal, k_valid, ROW_OUT) < 0
         inverse = gl.where(empty, 0.0, gl.exp2(to_rows(reference, ROW_OUT)) / gl.where(empty, 1.0, denominator))[:, None]
         result = gl.where(inverse == 0, 0.0, total * inverse).to(out.dtype.element_ty)
         result = gl.convert_layout(result, STORE)
@@ -327,6 +352,7 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     master = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, D // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+    levels = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -343,7 +369,8 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), levels.index(0),
+                       q_smem.index(0), k_smem, v_smem,
                        w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
                        max_tiles, documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
@@ -351,15 +378,18 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), q_smem.index(0), k_smem,
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), levels.index(0),
+                       q_smem.index(0), k_smem,
                        v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
-            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), q_smem.index(1), k_smem,
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), levels.index(1),
+                       q_smem.index(1), k_smem,
                        v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        documents, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
-            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(2), q_smem.index(2), k_smem,
+            (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(2), levels.index(2),
+                       q_smem.index(2), k_smem,
                        v_smem, w_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        documents, factor, GROUP, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
