@@ -239,6 +239,8 @@ class Recipe:
                             f"max_threshold {self.max_threshold:g} leaves that window, silently corrupting values (FLAMIA C.1)")
         if self.exponential == "direct_u8" and not (self.p == Operand("e4m3", "fixed") and self.row_sum == "quantized"):
             problems.append("exponential 'direct_u8' writes E4M3 codes: it needs p='e4m3/fixed' and row_sum='quantized'")
+        if self.exponential == "direct_u8" and self.maximum == "frozen":
+            problems.append("exponential 'direct_u8' takes scores relative to a maximum that is 'online' or 'lazy', got 'frozen'")
         return problems
 
     def _causal_problems(self) -> list[str]:

@@ -285,6 +285,7 @@ def test_exact_turns_token_blocks_into_rows_in_every_operand():
     ("nvfp4:diagonal=e2m1/mx32", r"diagonal: got e2m1/mx32/ceil; accepted: one scale per key \(layout 'per_row'\)"),
     ("mxfp8:diagonal=e4m3/per_row", "diagonal and v_exponent='running' are two ways to fold V's scales into P"),
     ("mxfp8:v_exponent=operand,diagonal=e4m3/per_row", "diagonal folds V's own scales into P, so P needs block scales"),
+    ("mxfp8_fast:causal=false,maximum=frozen", "exponential 'direct_u8' takes scores relative to a maximum that is 'online' or 'lazy'"),
     ("mxfp8_fast:row_sum=exact", "exponential 'direct_u8' writes E4M3 codes: it needs p='e4m3/fixed' and row_sum='quantized'"),
     ("nvfp4:v=e2m1/nvfp16_token", "v: layout 'nvfp16_token' would share its second level over a whole sequence"),
     ("mxfp8:ds_stochastic=true", "ds_stochastic rounds dS to E2M1 or E2M3, got e4m3/square32/ceil"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit_attn.ops import hopper, validation
-from lowbit_attn.ops.dispatch import warn_backward
+from lowbit_attn.ops.dispatch import require_backend, warn_backward
 from lowbit_attn.ops.registration import (
     refuse_double_backward,
     refuse_forward_mode_and_func,
@@ -61,6 +61,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, key_lengths: Te
     _check(query, key, value, key_lengths, parsed, is_causal)
     if key_lengths is not None:
         validation.check_key_lengths_values(key_lengths, key.shape[1])
+    require_backend(backend)
     if backend == "hopper":
         return hopper.forward(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]
                               bottom_right=bottom_right, key_lengths=key_lengths)

@@ -59,6 +59,8 @@ def _hopper_refusal(recipe: Recipe, device: Device) -> str | None:
     tokens = Operand("e4m3", "token_block")
     if (effective.qk, effective.v, effective.p) != (tokens, tokens, Operand("e4m3", "fixed")) or effective.v_exponent != "running":
         return f"its kernels take token-block E4M3 operands with V's scales folded into P; {recipe.canonical} has others"
+    if not effective.saves_codes or effective.rotation == "always":
+        return f"its kernels save codes for the backward and rotate at head_dim 128 only; {recipe.canonical} asks for more"
     if softmax not in accepted or effective.maximum != "lazy" or effective.q_prescale or effective.key_tile != TILE:
         return f"its kernels have no softmax like that of {recipe.canonical}"
     return None
@@ -116,6 +118,12 @@ def explain(recipe: Recipe, device: Device) -> Explanation:
 @lru_cache(maxsize=256)
 def _warn_once(text: str) -> None:
     warnings.warn(text, LowbitFallbackWarning, stacklevel=4)
+
+
+def require_backend(name: str, implemented: tuple[str, ...] = ("reference", "hopper")) -> None:
+    """Operators take the name of a backend that they implement; the public calls choose one."""
+    if name not in implemented:
+        raise ValueError(f"backend: got {name!r}; accepted by this operator: {', '.join(implemented)}")
 
 
 def warn_backward(recipe: Recipe, backend: str) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowbit_attn.ops import hopper, validation
 from lowbit_attn.ops.dense import Outputs, require_causal, require_trainable
-from lowbit_attn.ops.dispatch import warn_backward
+from lowbit_attn.ops.dispatch import require_backend, warn_backward
 from lowbit_attn.ops.registration import (
     refuse_double_backward,
     refuse_forward_mode_and_func,
@@ -40,6 +40,7 @@ def varlen_attention_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_q
     _check(query, key, value, cu_seq_q, cu_seq_k, parsed, is_causal)
     validation.check_cu_seq_values("cu_seq_q", cu_seq_q, query.shape[0], max_q)
     validation.check_cu_seq_values("cu_seq_k", cu_seq_k, key.shape[0], max_k)
+    require_backend(backend)
     if backend == "hopper":
         return hopper.forward(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]
                               cu_seq=(cu_seq_q, cu_seq_k))

@@ -17,6 +17,7 @@ from lowbit_attn.reference.forward import grouped, score_product
 from lowbit_attn.reference.masks import Segment, Visibility, key_tiles, row_chunks
 from lowbit_attn.reference.noise import uniform
 from lowbit_attn.reference.operands import LOG2E, BackwardOperands, Saved, backward_operands, round_operand, score_factor
+from lowbit_attn.reference.softmax import visible_product
 from lowbit_attn.reference.stats import Stats
 
 
@@ -157,9 +158,12 @@ def _times_keys(ds: Tensor, rounded: Tensor, operands: BackwardOperands, recipe:
     keys = slice(tile.start, tile.stop)
     if operands.folded_k is not None and operands.folded_k_exponent is not None and (
             operands.fold_everywhere or segment.diagonal):
-        folded = round_operand(ds * torch.exp2(operands.folded_k_exponent[:, :, None, None, keys]), recipe.ds)
-        return score_product(folded, operands.folded_k[:, :, keys].transpose(-1, -2))
-    return score_product(rounded, operands.dq_k[:, :, keys].transpose(-1, -2))
+        exponent = operands.folded_k_exponent[:, :, None, None, keys]
+        if segment.visible is not None:  # a broken key's is 128: 2^it times a dS of zero would be NaN
+            exponent = torch.where(segment.visible, exponent, 0.0)
+        folded = round_operand(ds * torch.exp2(exponent), recipe.ds)
+        return visible_product(folded, operands.folded_k[:, :, keys], segment.visible)
+    return visible_product(rounded, operands.dq_k[:, :, keys], segment.visible)
 
 
 def _probability_and_dp(rows: _Rows, operands: BackwardOperands, segment: Segment, tile: range,

@@ -87,9 +87,19 @@ def mitchell(x: Tensor, window: int) -> Tensor:
     return torch.where(x == -torch.inf, 0.0, value)
 
 
+def _direct_top(log2_code_value: float) -> float:
+    """Where the row's maximum lands, in DIRECT_UNIT: the code of 2^log2_code_value, less the centring offset."""
+    return (8.0 * (log2_code_value + 7.0) - DIRECT_OFFSET) / 126.0
+
+
 def direct_base(maximum: Tensor, log2_code_value: float) -> Tensor:
     """The float16 offset that takes the row's maximum (in DIRECT_UNIT) to the code of 2^log2_code_value."""
-    return _half((8.0 * (log2_code_value + 7.0) - DIRECT_OFFSET) / 126.0 - maximum)
+    return _half(_direct_top(log2_code_value) - maximum)
+
+
+def direct_maximum(maximum: Tensor, log2_code_value: float) -> Tensor:
+    """The maximum that the float16 offset stands for: what lse and decays must use, or its rounding would show in them."""
+    return _direct_top(log2_code_value) - direct_base(maximum, log2_code_value)
 
 
 def direct_codes(scores: Tensor, base: Tensor, log2_fold: Tensor | float) -> Tensor:

@@ -1,8 +1,8 @@
 """Attention forward of any recipe in plain PyTorch: the specification that kernels must equal.
 
 Sources: FLAMIA sections 3.1-3.5, B.1; Fused-Softmax algorithm 1; MXAttention algorithm 2. Tiled over keys as the kernels
-are (`Recipe.key_tile`), chunked over rows so that memory is linear in the sequence. Runs on any device; float64 inputs
-are computed in float64.
+are (`Recipe.key_tile`), chunked over rows so that memory is linear in the sequence. Runs on any device. Recipes of
+identity operands compute float64 inputs in float64, for the oracle tests; others compute in float32.
 """
 
 import math

@@ -17,7 +17,7 @@ from lowbit_attn.reference import exponential
 from lowbit_attn.reference.operands import round_operand
 from lowbit_attn.reference.stats import Stats
 
-SHARED_FOLD = -4.0
+SHARED_FOLD = -1.0
 """Down to this fold of V's exponent, the directly computed codes that P V uses also make up the row sum."""
 
 BROKEN_EXPONENT = 128.0
@@ -68,6 +68,8 @@ class RowState:
         if self.direct:
             tile_maximum = tile_maximum.half().to(scores.dtype)
         exceeded, new = self._raised(old, tile_maximum)
+        if self.direct:
+            new = exponential.direct_maximum(new, self.recipe.p_log2_scale)
         # -inf - -inf is NaN: a row that has seen nothing has nothing to rescale.
         decay = torch.where(old == -torch.inf, 0.0, torch.exp2((old - new) / self.unit))
         # Integer casts in the approximate exponentials lose NaN, and Inf has no score relative to it; the row sum carries both.
@@ -79,7 +81,7 @@ class RowState:
             poison = torch.where((broken if visible is None else broken & visible).any(-1, keepdim=True), torch.nan, poison)
         rounded, weights = self._weights(scores, new, log2_fold)
         self.row_sum[part] = self.row_sum[part] * decay + weights.sum(-1, keepdim=True) + poison
-        self.output[part] = self.output[part] * (decay * lift) + _product(rounded, tile.value, visible)
+        self.output[part] = self.output[part] * (decay * lift) + visible_product(rounded, tile.value, visible)
         if self.stats is not None:
             rolled_back = exceeded & (old != -torch.inf) if self.recipe.maximum == "frozen" else torch.zeros_like(exceeded)
             self.stats.record_step(rolled_back)
@@ -149,10 +151,19 @@ class RowState:
 
         if not isinstance(log2_fold, Tensor):
             rounded = values(0.0)
+            self._count_direct(scores, maximum, rounded)
             return rounded, rounded * 2.0**-constant
         fold = log2_fold - constant
         shared = fold.clamp_min(SHARED_FOLD)
-        return values(fold), values(shared) * torch.exp2(-shared - constant)
+        rounded = values(fold)
+        self._count_direct(scores, maximum, rounded)
+        return rounded, values(shared) * torch.exp2(-shared - constant)
+
+    def _count_direct(self, scores: Tensor, maximum: Tensor, rounded: Tensor) -> None:
+        if self.stats is not None:
+            largest = formats.E4M3.max_value
+            seen = (scores > -torch.inf) & (maximum > -torch.inf)
+            self.stats.add("p", rounded.numel(), (rounded >= largest).sum(), (seen & (rounded == 0)).sum())
 
     def _round(self, probability: Tensor, log2_fold: Tensor | float, count: bool = False) -> Tensor:
         """P times 2^log2_fold in P's format."""
@@ -197,7 +208,7 @@ def _exp2(exponent: Tensor | float) -> Tensor | float:
     return torch.exp2(exponent) if isinstance(exponent, Tensor) else 2.0**exponent
 
 
-def _product(probability: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+def visible_product(probability: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
     """P V for [N, H, G, R, T] and [N, H, T, D]; on a masked tile a NaN in V reaches only rows that see its key."""
     finite = value if visible is None else torch.where(value.isfinite(), value, 0.0)
     lead, (groups, rows, keys) = probability.shape[:2], probability.shape[2:]

@@ -34,7 +34,8 @@ class Stats:
     tiles: int = 0
     rollbacks: int = 0
 
-    def _add(self, name: str, total: int, saturated: Tensor, flushed: Tensor) -> None:
+    def add(self, name: str, total: int, saturated: Tensor, flushed: Tensor) -> None:
+        """Add counts of one operand to those so far."""
         count = self.operands.setdefault(name, Count())
         count.total += total
         count.saturated += int(saturated)
@@ -47,11 +48,11 @@ class Stats:
         element = formats.element_format(operand.element)
         saturated, flushed = formats.quantization_counts(x, element, formats.block_layout(operand.layout), operand.rule,
                                                          axis=axis, top=top)
-        self._add(name, x.numel(), saturated, flushed)
+        self.add(name, x.numel(), saturated, flushed)
 
     def record_scaled(self, name: str, source: Tensor, scaled: Tensor, operand: Operand) -> None:
         """The same for an operand without stored scales, already multiplied by its constant factor."""
-        self._add(name, source.numel(), *formats.element_counts(source, scaled, formats.element_format(operand.element)))
+        self.add(name, source.numel(), *formats.element_counts(source, scaled, formats.element_format(operand.element)))
 
     def record_step(self, rolled_back: Tensor) -> None:
         """One key tile for a set of rows, some of which rolled back."""

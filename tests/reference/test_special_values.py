@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import boundaries, exact_attention, relative_error, visible
 
-from lowbit_attn.recipes import RECIPES
+from lowbit_attn.recipes import RECIPES, resolve
 from lowbit_attn.reference import Visibility, backward, forward, varlen_backward, varlen_forward
 from lowbit_attn.reference.exponential import DIRECT_UNIT
 from lowbit_attn.reference.operands import round_operand
@@ -240,6 +240,39 @@ class TestValueMagnitudes:
         output = forward(q, k, v, RECIPES[name], see("top_left")).output
         assert output.isfinite().all()
         assert (output[:, :, :32] == 0).all()
+
+
+class TestSinks:
+    """One key far above thousands of others: the denominator counts them whatever V is."""
+
+    @pytest.mark.parametrize("loudness", [1.0, 4.0, 16.0])
+    @pytest.mark.parametrize("name", ["mxfp8", "mxfp8_fast"])
+    def test_a_loud_first_block_of_values_moves_no_weight(self, name, loudness):
+        generator = torch.Generator().manual_seed(3)
+        q, k, v = torch.ones(1, 1, 1, 64), torch.zeros(1, 1, 4096, 64), torch.randn(1, 1, 4096, 64, generator=generator) + 1
+        k[0, 0, 0] = 1.0
+        v[:, :, :32] *= loudness
+        scale = 11 * math.log(2.0) / 64  # the first key weighs as much as 2048 others
+        result = forward(q, k, v, RECIPES[name], Visibility(1, 4096), scale=scale)
+        exact, lse = exact_attention(q, k, v, visible(1, 4096, None), scale=scale)
+        # Weights of 2^-11, folded by 2^-4, are subnormal codes: a step of 2^-9 in weights of 2^-11 2^4 2^-4 (2^7.5 for codes).
+        assert relative_error(result.output, exact) <= 0.12
+        # Codes computed directly are off by up to 9 %: the log of a weight by 0.09 at most.
+        assert (result.lse - lse).abs().max() <= (0.09 if name == "mxfp8_fast" else 0.01)
+
+
+class TestBrokenLaterKeys:
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    @pytest.mark.parametrize("name", ["mxfp8", "mxfp8:causal_safety=exact", "nvfp4_fp8:causal_safety=exact"])
+    def test_rows_that_see_no_broken_key_keep_their_gradients(self, name, value):
+        recipe, (q, k, v) = resolve(name), inputs(tokens=300)
+        k[:, :, 200:] = value
+        seen = see("top_left", tokens=300)
+        result = forward(q, k, v, recipe, seen, save=True)
+        grads = backward(torch.ones_like(q), None, result.saved, result.output, result.lse, recipe, seen)
+        first = 192 if name == "mxfp8" else 200  # a broken key breaks its block of 32
+        assert grads.query[:, :, :first].isfinite().all()
+        assert grads.query[:, :, 200:].isnan().all()
 
 
 class TestScoresOutOfRange:

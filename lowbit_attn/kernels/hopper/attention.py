@@ -15,12 +15,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit_attn.kernels.hopper import fast, forward
 from lowbit_attn.kernels.hopper.quantize import Quantized, quantize_qkv
-from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, SHARED_FOLD, Records, tile_records
+from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, SHARED_FOLD, Records, Sizes, tile_records
 from lowbit_attn.kernels.hopper.tiling import TILE, Tiling, dense_tiling, packed_tiling
 from lowbit_attn.recipes import Recipe
 
 HEAD_DIMS = (64, 128, 256)
 """What the kernels are compiled for; other head_dims are padded with zero channels."""
+
+DIRECT_UNIT = 8.0 / 126.0
+"""Unit of the direct kernel's scores: a doubling is 8 codes, and 1 is the largest finite code, 126."""
 
 L2_BUDGET = 32 << 20
 """Bytes of K and V codes that the work order keeps in flight, well under the 50 MiB of L2."""
@@ -47,8 +50,8 @@ def config_of(recipe: Recipe, head_dim: int) -> Config:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Quantized operands and tables of one call. `head_dim` is the caller's, before padding; `head_stride` and
-    `document_extra` locate row r of head h in the per-token side tensors: h * head_stride + document * document_extra + r."""
+    """Quantized operands and tables of one call. `head_dim` is the caller's, before padding. `sizes` locates row r of head h in
+    the per-token side tensors: h * head_stride + document * document_extra + r."""
 
     tiling: Tiling
     quantized: Quantized
@@ -56,13 +59,12 @@ class Prepared:
     recipe: Recipe
     query: Tensor
     head_dim: int
-    heads: int
     kv_heads: int
     keys: int
-    head_stride: int
-    document_extra: int
-    factor: float
+    sizes: Sizes
     lse_shape: tuple[int, ...]
+    negated: bool = False
+    """Whether Q's codes carry the sign of a negative scale."""
 
 
 def kernel_head_dim(head_dim: int) -> int:
@@ -99,15 +101,22 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
         lse_shape = (query.shape[0], query.shape[2], tokens)
     heads, kv_heads = query.shape[-2], key.shape[-2]
     quantized = quantize_qkv(query, key, value, tiling, recipe, save=save, packed=packed)
-    records = tile_records(tiling, quantized.k_group, quantized.v_group, recipe.p_log2_scale,
-                           direct=recipe.exponential == "direct_u8")
     scale = head_dim**-0.5 if scale is None else scale
-    return Prepared(tiling, quantized, records, recipe, query, head_dim, heads, kv_heads, keys, head_stride=tokens,
-                    document_extra=0 if packed else (heads - 1) * tokens, factor=scale * math.log2(math.e), lse_shape=lse_shape)
+    direct = recipe.exponential == "direct_u8"
+    sizes = Sizes(heads, heads // max(1, kv_heads), tokens, 0 if packed else (heads - 1) * tokens, tiling.k_tiles.shape[0],
+                  _head_group(heads, kv_heads, 2 * quantized.k_codes.numel() // max(1, kv_heads)),
+                  # The maximum is taken before the scores are multiplied, so a negative scale goes into Q's signs.
+                  abs(scale) * math.log2(math.e) * (DIRECT_UNIT if direct else 1.0))
+    if scale < 0:
+        quantized = replace(quantized, q_codes=quantized.q_codes ^ 0x80)
+    records = tile_records(tiling, quantized.k_group, quantized.v_group, recipe.p_log2_scale, sizes, direct=direct)
+    return Prepared(tiling, quantized, records, recipe, query, head_dim, kv_heads, keys, sizes, lse_shape, scale < 0)
 
 
 def _head_group(heads: int, kv_heads: int, bytes_per_kv_head: int) -> int:
     """Query heads that run side by side: whole groups of a key/value head, as many as L2 holds, dividing the heads."""
+    if kv_heads == 0:
+        return 1
     fitting = max(1, min(kv_heads, L2_BUDGET // max(1, bytes_per_kv_head)))
     while kv_heads % fitting:
         fitting -= 1
@@ -128,39 +137,36 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
     dim = kernel_head_dim(prepared.head_dim)
     config = config_of(recipe, dim)
     output = query.new_empty(query.shape)
-    q_codes = quantized.q_codes.view(-1, prepared.heads * dim)
+    sizes = prepared.sizes
+    q_codes = quantized.q_codes.view(-1, sizes.heads * dim)
     k_codes = quantized.k_codes.view(-1, prepared.kv_heads * dim)
-    factor = prepared.factor
-    if factor < 0:  # the maximum is taken before the scores are multiplied by the scale
-        q_codes, factor = q_codes ^ 0x80, -factor
     v_codes = quantized.v_t.view(prepared.kv_heads * dim, -1)
     tiling = prepared.tiling
-    group = _head_group(prepared.heads, prepared.kv_heads, 2 * k_codes.shape[0] * dim)
-    programs = min(_processors(query.device), tiling.work.shape[0] * prepared.heads)
+    programs = min(_processors(query.device), tiling.work.shape[0] * sizes.heads)
     shared: dict[str, Any] = {
-        "heads": prepared.heads, "groups": prepared.heads // prepared.kv_heads, "head_stride": prepared.head_stride,
-        "document_extra": prepared.document_extra, "max_tiles": tiling.k_tiles.shape[0], "GROUP": group,
         "P_LOG2": recipe.p_log2_scale, "LOWEST": LOWEST_FOLD, "D": dim, "STAGES": config.stages, "PROMOTE": config.promote,
         "WARPGROUPS": config.warpgroups, "REGISTERS": config.registers, "num_warps": 4}
     descriptors = (_descriptor(q_codes, 64, dim), _descriptor(k_codes, TILE, dim), _descriptor(v_codes, dim, TILE))
     records = prepared.records
     with torch.cuda.device(query.device):
         if records.weights is not None:
-            unit = 8.0 / 126.0
             fast.attention[(programs,)](
                 *descriptors, _descriptor(records.weights, 8, TILE), output, lse, quantized.q_scales, records.tiles,
-                quantized.v_group, records.quiet, tiling.work, tiling.count, documents=tiling.documents.shape[0],
-                factor=factor * unit, THRESHOLD=recipe.max_threshold * unit, SHARED=SHARED_FOLD, **shared)
+                quantized.v_group, records.quiet, tiling.work, tiling.count, records.sizes,
+                THRESHOLD=recipe.max_threshold * DIRECT_UNIT, SHARED=SHARED_FOLD, **shared)
         else:
             forward.attention[(programs,)](
                 *descriptors, output, lse, quantized.q_scales, records.tiles, quantized.v_group, tiling.work, tiling.count,
-                factor=factor, THRESHOLD=recipe.max_threshold, **shared)
+                heads=sizes.heads, groups=sizes.groups, head_stride=sizes.head_stride, document_extra=sizes.document_extra,
+                max_tiles=sizes.max_tiles, factor=sizes.factor, GROUP=sizes.group, THRESHOLD=recipe.max_threshold, **shared)
     return output if dim == prepared.head_dim else output[..., :prepared.head_dim].contiguous(), lse
 
 
 def saved_for_backward(prepared: Prepared) -> tuple[Tensor, ...]:
     """Codes and scale codes of Q, K and V as `ops.saved` lays them out; needs `save`."""
     q = prepared.quantized
+    if prepared.negated:
+        q = replace(q, q_codes=q.q_codes ^ 0x80)
     if q.v_codes is None or q.v_scales is None:
         raise ValueError("save: got False; accepted: True where codes are read")
     codes = (q.q_codes, q.q_scales, q.k_codes, q.k_scales, q.v_codes, q.v_scales)

@@ -72,7 +72,9 @@ def softmax_full(scores, row_scale, k_scale, fold, maximum, BASE: gl.constexpr, 
     FOLDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(4, PAIRS))))
     folds = inline.twice(gl.convert_layout(fold, FOLDS) * UNIT)
     folds = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.expand_dims(folds, 0), 0), 0), 4)
-    base = gl.convert_layout(inline.twice(BASE - new).permute((0, 3, 1, 2)), ROWS4)
+    base = inline.twice(BASE - new)
+    new = BASE - inline.lower_half(base)              # the maximum that the rounded offset stands for
+    base = gl.convert_layout(base.permute((0, 3, 1, 2)), ROWS4)
     b = inline.add(gl.expand_dims(base, 3), folds)
     h = inline.direct_codes(s, gl.expand_dims(a5, 4), gl.expand_dims(b, 4))
     decay = gl.exp2((maximum - new) * (1.0 / UNIT))
@@ -180,11 +182,15 @@ def softmax_general(scores, row_scale, k_scale, exponent, limit, maximum, refere
     old = gl.convert_layout(maximum, ROW)
     if FIRST:
         new = gl.where(last < 0, 0.0, top)
-        decay = gl.exp2(before - after)
     else:
         new = raised(old, gl.where(last < 0, float("-inf"), top), THRESHOLD)
+    base = inline.twice(BASE - new)
+    new = BASE - inline.lower_half(base)              # the maximum that the rounded offset stands for
+    base = base[:, None]
+    if FIRST:
+        decay = gl.exp2(before - after)
+    else:
         decay = gl.exp2((old - new) * (1.0 / UNIT))
-    base = inline.twice(BASE - new)[:, None]
     shared = gl.maximum(fold, SHARED)
     b = inline.add(base, inline.twice(fold * UNIT))
     b_sum = inline.add(base, inline.twice(shared * UNIT))

@@ -19,19 +19,19 @@ from lowbit_attn.kernels.hopper.inline import uniform
 
 @gluon.jit
 def load_tiles(q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty,
-               v_full, v_empty, heads, groups, GROUP, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+               v_full, v_empty, sizes, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
     """The loader warp: Q of each work entry, then its K, V and weight tiles in turn."""
     step = 0
     turn = 0
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * heads, gl.num_programs(0)):
-        entry, head = entry_of(index, entries, GROUP)
+    for index in range(gl.program_id(0), entries * gl.load(sizes), gl.num_programs(0)):
+        entry, head = entry_of(index, entries, gl.load(sizes + 6))
         row = work + entry * 8
         q_row = gl.load(row)
         k_row = gl.load(row + 2)
         k_tile = gl.load(row + 4)
         tiles = gl.load(row + 6)
-        kv_head = head // groups
+        kv_head = head // gl.load(sizes + 1)
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
         mbarrier.expect(q_full, WARPGROUPS * q_desc.block_type.nbytes)
         for w in gl.static_range(WARPGROUPS):
@@ -183,7 +183,7 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
 @gluon.jit
 def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, levels, q, k_smem, v_smem, w_smem, q_full,
             q_empty, k_full,
-            k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, documents, factor, GROUP,
+            k_empty, v_full, v_empty, sizes,
             WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
             LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
@@ -213,8 +213,8 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
     step = 0
     turn = 0
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * heads, gl.num_programs(0)):
-        entry, head = entry_of(index, entries, GROUP)
+    for index in range(gl.program_id(0), entries * gl.load(sizes), gl.num_programs(0)):
+        entry, head = entry_of(index, entries, gl.load(sizes + 6))
         info = work + entry * 8
         q_row = gl.load(info)
         rows = gl.load(info + 1) - WARPGROUP * ROWS
@@ -223,10 +223,12 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         diagonal = gl.load(info + 5) + WARPGROUP * ROWS
         tiles = uniform(gl.load(info + 6))
         document = gl.load(info + 7)
-        kv_head = head // groups
-        loud = gl.load(quiet + kv_head * documents + document)
-        side = head.to(gl.int64) * head_stride + document.to(gl.int64) * document_extra + q_row + WARPGROUP * ROWS
-        kv_tile = kv_head.to(gl.int64) * max_tiles + k_tile
+        # Sizes are read where they are used: as arguments each would hold a register of the lean loop.
+        kv_head = head // gl.load(sizes + 1)
+        loud = gl.load(quiet + kv_head * gl.load(sizes + 5) + document)
+        side = head.to(gl.int64) * gl.load(sizes + 2) + document.to(gl.int64) * gl.load(sizes + 3) + q_row + WARPGROUP * ROWS
+        kv_tile = kv_head.to(gl.int64) * gl.load(sizes + 4) + k_tile
+        factor = gl.load(sizes + 7).to(gl.float32, bitcast=True)
         tile_records = records + kv_tile * 16
         tile_exponents = exponents + kv_tile * 4
         # A token block is 32 rows, and the rows r and r + 8 that a thread holds lie in one.
@@ -323,7 +325,7 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         result = gl.convert_layout(result, STORE)
         r = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
         channel = gl.arange(0, D, gl.SliceLayout(0, STORE))
-        place = (q_row + WARPGROUP * ROWS + r).to(gl.int64) * heads + head
+        place = (q_row + WARPGROUP * ROWS + r).to(gl.int64) * gl.load(sizes) + head
         gl.store(out + place[:, None] * D + channel[None, :], result, mask=(r < rows)[:, None])
         log2_sum = to_rows(maximum, ROW_OUT) * (1.0 / UNIT) + gl.log2(gl.where(empty, 1.0, denominator)) - P_LOG2
         value = gl.convert_layout(gl.where(empty, float("-inf"), log2_sum * 0.6931471805599453), ROW)
@@ -340,9 +342,9 @@ def scale_of(code):
     return bits.to(gl.float32, bitcast=True)
 
 
-@gluon.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "documents", "factor", "GROUP"])
-def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, exponents, quiet, work, count, heads, groups,
-              head_stride, document_extra, max_tiles, documents, factor, GROUP, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
+@gluon.jit
+def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, exponents, quiet, work, count, sizes,
+              P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
               LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
               WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
     """The kernel: three consumers of 64 rows and a loader warp."""
@@ -371,29 +373,29 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), levels.index(0),
                        q_smem.index(0), k_smem, v_smem,
-                       w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
-                       max_tiles, documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+                       w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST,
+                       SHARED, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
-                          k_empty, v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
+                          k_empty, v_full, v_empty, sizes, WARPGROUPS, D, STAGES)),
         ], [1], [24])
     else:
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), levels.index(0),
                        q_smem.index(0), k_smem,
                        v_smem, w_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED,
+                       D, STAGES, PROMOTE)),
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), levels.index(1),
                        q_smem.index(1), k_smem,
                        v_smem, w_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED,
+                       D, STAGES, PROMOTE)),
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(2), levels.index(2),
                        q_smem.index(2), k_smem,
                        v_smem, w_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       documents, factor, GROUP, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED,
+                       D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
                           k_empty,
-                          v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
+                          v_full, v_empty, sizes, WARPGROUPS, D, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

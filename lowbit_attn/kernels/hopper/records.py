@@ -18,7 +18,7 @@ COLUMNS = 16
 LOWEST_FOLD = -20.0
 """Folds below it are raised to it: P <= 2^8 folded by 2^-20 is under half of E4M3's smallest value, so its code is 0 anyway."""
 
-SHARED_FOLD = -4.0
+SHARED_FOLD = -1.0
 """Down to it the folded codes serve the row sum too; below it they would lose weight that the denominator needs."""
 
 
@@ -27,8 +27,9 @@ def _larger(a, b):
     return tl.maximum(a, b)
 
 
-@triton.jit
-def _records(documents, k_group, v_group, out, weights, quiet, max_tiles, P_LOG2: tl.constexpr, LOWEST: tl.constexpr,
+@triton.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "group", "factor"])
+def _records(documents, k_group, v_group, out, weights, quiet, sizes, heads, groups, head_stride, document_extra, max_tiles,
+             group, factor, P_LOG2: tl.constexpr, LOWEST: tl.constexpr,
              SHARED: tl.constexpr, DIRECT: tl.constexpr, CHUNK: tl.constexpr):
     row = documents + tl.program_id(0) * 8
     k_len = tl.load(row + 3)
@@ -77,6 +78,15 @@ def _records(documents, k_group, v_group, out, weights, quiet, max_tiles, P_LOG2
         side = tl.where(column == 0, lift[:, None], tl.where(column == 1, running[:, None], 0.0))
         tl.store(base + 12, side, mask=mask)
         before = tl.max(tl.where(inside, running, before), 0)
+    if DIRECT and tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(sizes, heads)
+        tl.store(sizes + 1, groups)
+        tl.store(sizes + 2, head_stride)
+        tl.store(sizes + 3, document_extra)
+        tl.store(sizes + 4, max_tiles)
+        tl.store(sizes + 5, tl.num_programs(0))
+        tl.store(sizes + 6, group)
+        tl.store(sizes + 7, factor.to(tl.float32).to(tl.int32, bitcast=True))
     if DIRECT:
         tl.store(quiet + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), loud)
 
@@ -88,22 +98,44 @@ class Records:
         (<= 0), the reference exponent, and two unused columns. Tiles past a document's end are not written.
     weights: E4M3 codes uint8 [8 Hkv, 128 max_k_tiles] of 2^-fold for every key, eight equal rows a head; direct codes only.
     quiet: int32 [Hkv, documents], the first tile that has a fold below `SHARED_FOLD`; direct codes only.
+    sizes: int32 [8], the numbers of `Sizes`, the documents before the last two, the factor by its bits; direct codes only.
     """
 
     tiles: Tensor
     weights: Tensor | None = None
     quiet: Tensor | None = None
+    sizes: Tensor | None = None
 
 
-def tile_records(tiling: Tiling, k_group: Tensor, v_group: Tensor, p_log2_scale: float, *, direct: bool) -> Records:
+@dataclass(frozen=True)
+class Sizes:
+    """What the kernels need to find their way: query heads; query heads per key/value head; strides of the per-token side
+    tensors (see `attention.Prepared`); padded key tiles; heads that run side by side; the factor of the code products."""
+
+    heads: int
+    groups: int
+    head_stride: int
+    document_extra: int
+    max_tiles: int
+    group: int
+    factor: float
+
+
+def tile_records(tiling: Tiling, k_group: Tensor, v_group: Tensor, p_log2_scale: float, sizes: Sizes, *, direct: bool) -> Records:
     """Records of every key tile; `direct` for the kernel that computes codes directly."""
     heads, tiles = k_group.shape[0], k_group.shape[1] // 4
     documents = tiling.documents.shape[0]
     out = torch.empty((heads, tiles, COLUMNS), dtype=torch.float32, device=k_group.device)
-    weights = torch.empty((8 * heads, tiles * 128), dtype=torch.uint8, device=out.device) if direct else None
-    quiet = torch.empty((heads, documents), dtype=torch.int32, device=out.device) if direct else None
+
+    def table(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor | None:
+        return torch.empty(shape, dtype=dtype, device=out.device) if direct else None
+
+    result = Records(out, table(8 * heads, tiles * 128, dtype=torch.uint8), table(heads, documents), table(8))
+    unused = tiling.count
     with torch.cuda.device(out.device):
-        _records[(documents, heads)](tiling.documents, k_group, v_group, out, out if weights is None else weights,
-                                     tiling.count if quiet is None else quiet, tiles, P_LOG2=p_log2_scale, LOWEST=LOWEST_FOLD,
-                                     SHARED=SHARED_FOLD, DIRECT=direct, CHUNK=32)
-    return Records(out, weights, quiet)
+        _records[(documents, heads)](tiling.documents, k_group, v_group, out, out if result.weights is None else result.weights,
+                                     unused if result.quiet is None else result.quiet,
+                                     unused if result.sizes is None else result.sizes, sizes.heads, sizes.groups,
+                                     sizes.head_stride, sizes.document_extra, sizes.max_tiles, sizes.group, sizes.factor,
+                                     P_LOG2=p_log2_scale, LOWEST=LOWEST_FOLD, SHARED=SHARED_FOLD, DIRECT=direct, CHUNK=32)
+    return result
