@@ -87,7 +87,7 @@ ifeq ($(origin TORCH),file)
 endif
 	$(BIN)/python -m pip install $(TORCH)
 	@$(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(VENV)/torch.txt
-	$(BIN)/python -m pip install --constraint $(VENV)/torch.txt --editable '.[demo,dev]'
+	$(BIN)/python -m pip install --constraint $(VENV)/torch.txt --config-settings editable_mode=compat --editable '.[demo,dev]'
 	@rm -f $(VENV)/ready-* && touch $@
 
 # Triton 3.6 alone; torch and the rest are borrowed from .venv, where they stand behind it on the path.

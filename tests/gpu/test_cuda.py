@@ -38,11 +38,12 @@ def test_forward_equals_the_cpu_within_code_flips(recipe):
 @pytest.mark.parametrize("recipe", TRAINING)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_equal_the_cpu_within_code_flips(recipe, is_causal):
-    seed = torch.tensor(7)
+    seed = torch.tensor(7) if RECIPES[recipe].ds_stochastic else None
     grads = []
     for device in ("cuda", "cpu"):
         x = [t.requires_grad_() for t in inputs(1, 4, 260, 64, dtype=torch.float32, device=device)]
-        output = lowbit_attn.attention(*x, recipe=recipe, is_causal=is_causal, seed=seed.to(device), backend="reference")
+        output = lowbit_attn.attention(*x, recipe=recipe, is_causal=is_causal, seed=None if seed is None else seed.to(device),
+                                       backend="reference")
         grads.append(torch.autograd.grad(output.square().sum() + output.sum(), x))
     for on_gpu, on_cpu in zip(*grads, strict=True):
         assert relative(on_gpu, on_cpu) < 10 * BOUND  # dS and stochastic noise amplify a flipped code of P or Q

@@ -42,18 +42,19 @@ def scores(q, k, scale=None):
 
 
 def assert_close(actual, expected, x, head_dim, recipe):
-    """A score x is off by 2^-13 of itself for each 32 channels that were added, and by 2^-11 more in float16. So is the lse. A
-    score off by e doublings moves a share of 8 e of the codes by an eighth: weights by sqrt(8 e) / 8 in the root mean square. The
-    output is also off by its own bf16 rounding (2^-9) and the accumulator's (2^-13 a tile)."""
+    """A score x is off by up to 2^-13 of itself for each 16 channels that were added, and by 2^-11 more in float16. So is the lse.
+    A score off by e doublings moves a share of 8 e of the codes by an eighth: weights by sqrt(8 e) / 8 in the root mean square.
+    The output is also off by its own bf16 rounding (2^-8 of two) and, where V's mean is not zero, by half of 2^-13 for each of the
+    128 sums of 16 keys between two promotions (2^-7)."""
     (output, lse), (reference, reference_lse) = actual, expected
-    step = (head_dim // 32 + 1) * 2.0**-13 + (2.0**-11 if recipe == "mxfp8_fast" else 0)
+    step = (head_dim // 16 + 1) * 2.0**-13 + (2.0**-11 if recipe == "mxfp8_fast" else 0)
     typical, largest = (x.square().mean().sqrt().item(), x.abs().max().item()) if x.numel() else (0.0, 0.0)
     assert output.shape == reference.shape
     assert output.dtype == reference.dtype
     assert torch.equal(output.isnan(), reference.isnan())
     assert torch.equal(lse.isneginf(), reference_lse.isneginf())
     seen = lse.isfinite() & reference_lse.isfinite()
-    assert relative(output.nan_to_num(), reference.nan_to_num()) < 2.0**-8 + math.sqrt(8 * step * typical) / 8
+    assert relative(output.nan_to_num(), reference.nan_to_num()) < 2.0**-8 + 2.0**-7 + math.sqrt(8 * step * typical) / 8
     if seen.any():
         # A flipped code also moves the row sum: by an eighth of a weight, at most of the only one.
         assert (lse - reference_lse)[seen].abs().max() < step * largest + (0.09 if recipe == "mxfp8_fast" else 2.0**-9)
