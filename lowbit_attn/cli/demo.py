@@ -13,13 +13,13 @@ import torch
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from lowbit_attn.cli import demo_report, demo_training, demo_video, extras, shipped
+from lowbit_attn.cli import demo_report, demo_training, demo_video, extras
 from lowbit_attn.cli.console import console, fail
 from lowbit_attn.cli.demo_report import Results, Videos
 from lowbit_attn.cli.demo_training import Training, TrainingSize
 from lowbit_attn.cli.demo_video import Generation, VideoSize
 from lowbit_attn.recipes import UNQUANTIZED, canonical_text
-from lowbit_attn.schedules import PrecisionSchedule, load
+from lowbit_attn.schedules import PrecisionSchedule, load, shipped
 
 DEFAULT_SCHEDULE = "wan2.2-t2v-a14b-hybrid"
 

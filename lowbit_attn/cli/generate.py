@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from lowbit_attn.cli import extras, media, shipped
+from lowbit_attn.cli import extras, media
 from lowbit_attn.cli.console import console, fail
+from lowbit_attn.schedules import shipped
 
 if TYPE_CHECKING:
     from lowbit_attn.schedules import PrecisionSchedule

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lowbit_attn.cli import extras, plots, shipped
+from lowbit_attn.cli import extras, plots
 from lowbit_attn.cli.console import console, fail
+from lowbit_attn.schedules import shipped
 
 app = typer.Typer(help="Look at precision schedules.", no_args_is_help=True)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from lowbit_attn.schedules import shipped
+
 Location = tuple[str | int, ...]
 
 
@@ -101,7 +103,7 @@ def _plain(node: yaml.Node, location: Location, lines: dict[Location, int], load
 
 
 def read(source: str | Path | Mapping[str, Any], recipe_names: Sequence[str]) -> Source:
-    """The Source behind a path, YAML text, a mapping, or a plain recipe name (which becomes the default)."""
+    """The Source behind a path, YAML text, a mapping, the name of a shipped schedule, or a recipe (which becomes the default)."""
     if isinstance(source, Mapping):
         return Source("<mapping>", dict(source))
     if isinstance(source, str):
@@ -112,7 +114,9 @@ def read(source: str | Path | Mapping[str, Any], recipe_names: Sequence[str]) ->
     elif not isinstance(source, Path):
         raise TypeError(f"schedule: got {type(source).__name__}; accepted: a path, YAML text, a mapping, a recipe name "
                         "or a PrecisionSchedule")
-    return parse_yaml(_text_of(Path(source), f"a YAML file, YAML text, or a recipe: {', '.join(recipe_names)}"), str(source))
+    accepted = (f"a YAML file, YAML text, a shipped schedule ({', '.join(shipped.schedule_names())}), or a recipe: "
+                f"{', '.join(recipe_names)}")
+    return parse_yaml(_text_of(shipped.find_schedule(source), accepted), str(source))
 
 
 def _text_of(path: Path, accepted: str) -> str:

@@ -1,7 +1,7 @@
 import pytest
 from PIL import Image
 
-from lowbit_attn.cli import shipped
+from lowbit_attn.schedules import shipped
 
 
 def test_show_prints_the_grid(run):

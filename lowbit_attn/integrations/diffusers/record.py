@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from io import StringIO
 from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -68,6 +69,11 @@ class RunReport:
     def time_share(self) -> dict[str, float]:
         """Part of the run's time that the attention modules took, by recipe; empty unless measured and over."""
         return {recipe: seconds / self.run_seconds for recipe, seconds in self.seconds.items()} if self.run_seconds else {}
+
+    def __str__(self) -> str:
+        text = StringIO()
+        Console(width=120, file=text, color_system=None).print(self)
+        return text.getvalue().rstrip()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not self.calls:

@@ -27,6 +27,7 @@ def test_time_is_measured_by_recipe_and_printed_after_each_run(capsys):
     assert sum(ran.time_share().values()) < 1
     assert ran.counts() == {"bf16": 2 * WAN_BLOCKS, "mxfp8": 2 * WAN_BLOCKS}
     assert "of which attention modules: bf16" in capsys.readouterr().err
+    assert str(ran) == _printed(ran).rstrip()
 
 
 def test_a_second_run_is_timed_on_its_own():

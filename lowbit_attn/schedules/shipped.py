@@ -21,6 +21,6 @@ def schedule_names() -> list[str]:
 def find_schedule(name: str | Path) -> Path:
     """A path, or the shipped schedule of that name if there is no such file."""
     path = Path(name)
-    if not path.exists() and str(name) in schedule_names():
+    if str(name) in schedule_names() and not path.exists():
         return folder() / f"{name}.yaml"
     return path
