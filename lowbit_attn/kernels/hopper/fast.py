@@ -86,8 +86,7 @@ def first_general(scores, row_scale, k_scale, exponent, limit, state, BASE: gl.c
     """A first tile that some row sees in part."""
     start = gl.full([ROWS], -127.0, gl.float32, row_scale.type.layout)
     words, new, _, _, after, sums = softmax_general(scores, row_scale, k_scale, exponent, limit, start, start, BASE, THRESHOLD,
-                                                    UNIT,
-                                                    LOWEST, SHARED, True, OPERAND)
+                                                    UNIT, LOWEST, SHARED, True, OPERAND)
     return words, from_rows(new, state), from_rows(sums, state), from_rows(after, state)
 
 
@@ -108,12 +107,12 @@ def rescale_state(accumulator, factor, D: gl.constexpr):
 
 
 @gluon.jit
-def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale,
-            diagonal, k_valid, counted, words, maximum, row_sum, reference, accumulator, master, levels, BASE: gl.constexpr,
+def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, diagonal,
+            k_valid, counted, words, maximum, row_sum, reference, accumulator, master, levels, BASE: gl.constexpr,
             THRESHOLD: gl.constexpr, UNIT: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, GENERAL: gl.constexpr,
             HIDDEN: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-            PROMOTE: gl.constexpr,
-            SCORES: gl.constexpr, SUMS: gl.constexpr, OPERAND: gl.constexpr, BLOCKS: gl.constexpr, STATE: gl.constexpr):
+            PROMOTE: gl.constexpr, SCORES: gl.constexpr, SUMS: gl.constexpr, OPERAND: gl.constexpr, BLOCKS: gl.constexpr,
+            STATE: gl.constexpr):
     """Scores of tile i + 1, row sum and P V of tile i, then, beside the latter, the softmax of tile i + 1. `counted` is 1 if tile
     i's row sum comes from the GEMM."""
     stage = step % STAGES
@@ -149,10 +148,10 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
         promote_to(accumulator, master, levels, to_rows(maximum * (1.0 / UNIT) + reference, ROW_OUT), D)
         row_sum = row_sum + row_sums(sums, STATE) * counted
     if GENERAL:
-        words, new, decay, factor, after, tile_sum = softmax_general(
-            scores, scales_by_row(row_scale, ROW), k_scale, fold, row_limits(diagonal, k_valid, ROW) - (i + 1) * KEYS,
-            to_rows(maximum, ROW), to_rows(reference, ROW), BASE,
-            THRESHOLD, UNIT, LOWEST, SHARED, False, OPERAND)
+        words, new, decay, factor, after, tile_sum = softmax_general(scores, scales_by_row(row_scale, ROW), k_scale, fold,
+                                                                     row_limits(diagonal, k_valid, ROW) - (i + 1) * KEYS,
+                                                                     to_rows(maximum, ROW), to_rows(reference, ROW), BASE,
+                                                                     THRESHOLD, UNIT, LOWEST, SHARED, False, OPERAND)
         after = from_rows(after, maximum)
         new = from_rows(new, maximum)
         row_sum = row_sum * from_rows(decay, maximum) + from_rows(tile_sum, maximum)
@@ -182,10 +181,9 @@ def advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty
 
 @gluon.jit
 def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, levels, q, k_smem, v_smem, w_smem, q_full,
-            q_empty, k_full,
-            k_empty, v_full, v_empty, sizes,
-            WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
-            LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr):
+            q_empty, k_full, k_empty, v_full, v_empty, sizes, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr,
+            P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr,
+            STAGES: gl.constexpr, PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     UNIT: gl.constexpr = 8.0 / 126.0
     BASE: gl.constexpr = (8.0 * (P_LOG2 + 7.0) - 0.4584) / 126.0
@@ -262,9 +260,8 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
             words, maximum, row_sum, reference = first_full(scores, row_scale, k_scale, fold, state, BASE, THRESHOLD, UNIT, OPERAND)
         else:
             words, maximum, row_sum, reference = first_general(scores, scales_by_row(row_scale, ROW), k_scale, exponent,
-                                                               row_limits(diagonal, k_valid, ROW), state, BASE,
-                                                               THRESHOLD,
-                                                               UNIT, LOWEST, SHARED, OPERAND)
+                                                               row_limits(diagonal, k_valid, ROW), state, BASE, THRESHOLD, UNIT,
+                                                               LOWEST, SHARED, OPERAND)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         # While every row sees every key so far, one reference serves them all.
@@ -272,25 +269,26 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         reference = gl.where(full > 0, state + shared, reference)
         levels.store(to_rows(maximum * (1.0 / UNIT) + reference, ROW_OUT))
         for i in range(0, full - 1):
-            step, words, maximum, row_sum, shared, accumulator = advance(
-                i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                diagonal, k_valid, 1.0, words, maximum, row_sum, shared, accumulator, master, levels, BASE,
-                THRESHOLD, UNIT, LOWEST, SHARED, False, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS,
-                OPERAND, BLOCKS, STATE)
+            step, words, maximum, row_sum, shared, accumulator = advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty,
+                                                                         v_full, v_empty, tile_records, tile_exponents, row_scale,
+                                                                         diagonal, k_valid, 1.0, words, maximum, row_sum, shared,
+                                                                         accumulator, master, levels, BASE, THRESHOLD, UNIT,
+                                                                         LOWEST, SHARED, False, False, WARPGROUP, WARPGROUPS, D,
+                                                                         STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS, STATE)
         for i in range(full - 1, full - 1 + diagonal_tiles):
-            step, words, maximum, row_sum, shared, accumulator = advance(
-                i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                diagonal, k_valid, 1.0, words, maximum, row_sum, shared, accumulator, master, levels, BASE,
-                THRESHOLD, UNIT, LOWEST, SHARED, False, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS,
-                OPERAND, BLOCKS, STATE)
+            step, words, maximum, row_sum, shared, accumulator = advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty,
+                                                                         v_full, v_empty, tile_records, tile_exponents, row_scale,
+                                                                         diagonal, k_valid, 1.0, words, maximum, row_sum, shared,
+                                                                         accumulator, master, levels, BASE, THRESHOLD, UNIT,
+                                                                         LOWEST, SHARED, False, True, WARPGROUP, WARPGROUPS, D,
+                                                                         STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS, STATE)
         reference = gl.where(full > 0, state + shared, reference)
         for i in range(gl.maximum(full - 1 + diagonal_tiles, 0), mine - 1):
-            step, words, maximum, row_sum, reference, accumulator = advance(
-                i, step, q, k_smem, v_smem, w_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale,
-                diagonal, k_valid, gl.where(i < full, 1.0, 0.0), words, maximum, row_sum, reference, accumulator, master, levels,
-                BASE,
-                THRESHOLD, UNIT, LOWEST, SHARED, True, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS,
-                OPERAND, BLOCKS, STATE)
+            step, words, maximum, row_sum, reference, accumulator = advance(i, step, q, k_smem, v_smem, w_smem, k_full, k_empty,
+                                                                            v_full, v_empty, tile_records, tile_exponents,
+                                                                            row_scale, diagonal, k_valid, gl.where(i < full, 1.0,
+                0.0), words, maximum, row_sum, reference, accumulator, master, levels, BASE, THRESHOLD, UNIT, LOWEST, SHARED,
+                True, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, BLOCKS, STATE)
         stage = step % STAGES
         codes = operand(words, OPERAND)
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
@@ -344,9 +342,8 @@ def scale_of(code):
 
 @gluon.jit
 def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, exponents, quiet, work, count, sizes,
-              P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
-              LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr,
-              WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
+              P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr,
+              STAGES: gl.constexpr, PROMOTE: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
     """The kernel: three consumers of 64 rows and a loader warp."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + q_desc.block_type.shape, q_desc.layout)
@@ -372,30 +369,22 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), levels.index(0),
-                       q_smem.index(0), k_smem, v_smem,
-                       w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST,
-                       SHARED, D, STAGES, PROMOTE)),
+                       q_smem.index(0), k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 0,
+                       WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
                           k_empty, v_full, v_empty, sizes, WARPGROUPS, D, STAGES)),
         ], [1], [24])
     else:
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(0), levels.index(0),
-                       q_smem.index(0), k_smem,
-                       v_smem, w_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED,
-                       D, STAGES, PROMOTE)),
+                       q_smem.index(0), k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 0,
+                       WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(1), levels.index(1),
-                       q_smem.index(1), k_smem,
-                       v_smem, w_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED,
-                       D, STAGES, PROMOTE)),
+                       q_smem.index(1), k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 1,
+                       WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
             (consume, (out, lse, q_scales, records, exponents, quiet, work, count, master.index(2), levels.index(2),
-                       q_smem.index(2), k_smem,
-                       v_smem, w_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 2, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED,
-                       D, STAGES, PROMOTE)),
+                       q_smem.index(2), k_smem, v_smem, w_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, sizes, 2,
+                       WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, SHARED, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, w_desc, work, count, q_smem, k_smem, v_smem, w_smem, q_full, q_empty, k_full,
-                          k_empty,
-                          v_full, v_empty, sizes, WARPGROUPS, D, STAGES)),
+                          k_empty, v_full, v_empty, sizes, WARPGROUPS, D, STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

@@ -254,11 +254,11 @@ def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, record
     scores, accumulator = warpgroup_mma_wait(1, deps=(scores, accumulator))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
     if MASKED:
-        p, new, row_sum, raised, factor = softmax_masked(scores, row_scale, k_scale, fold, limit - (i + 1) * KEYS, maximum, row_sum,
-                                                         reference, P_LOG2, THRESHOLD, LOWEST, False, L3)
+        p, new, row_sum, raised, factor = softmax_masked(scores, row_scale, k_scale, fold, limit - (i + 1) * KEYS, maximum,
+                                                         row_sum, reference, P_LOG2, THRESHOLD, LOWEST, False, L3)
     else:
-        p, new, row_sum, raised, factor = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum,
-                                                       row_sum, P_LOG2, THRESHOLD)
+        p, new, row_sum, raised, factor = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, row_sum,
+                                                       P_LOG2, THRESHOLD)
     accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
     mbarrier.arrive(v_empty.index(stage), count=1)
     words = pack(p, OPERAND)  # after the wait: wgmma still reads the registers of the last words
@@ -274,8 +274,7 @@ def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, record
 def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
             v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr,
             WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr,
-            STAGES: gl.constexpr,
-            PROMOTE: gl.constexpr):
+            STAGES: gl.constexpr, PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32])
@@ -329,15 +328,14 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = maximum + reference
         for i in range(0, full - 1):
-            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
-                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
-                maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP, WARPGROUPS,
-                D, STAGES, PROMOTE, SCORES, OPERAND, L3)
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(i, step, q, k_smem, v_smem, k_full, k_empty,
+                v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words, maximum, row_sum, reference, accumulator,
+                master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND,
+                L3)
         for i in range(gl.maximum(full - 1, 0), mine - 1):
-            step, words, maximum, row_sum, reference, accumulator, promoted = advance(
-                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
-                maximum, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP, WARPGROUPS,
-                D, STAGES, PROMOTE, SCORES, OPERAND, L3)
+            step, words, maximum, row_sum, reference, accumulator, promoted = advance(i, step, q, k_smem, v_smem, k_full, k_empty,
+                v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words, maximum, row_sum, reference, accumulator,
+                master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND, L3)
         stage = step % STAGES
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
         accumulator = warpgroup_mma(operand(words, OPERAND), v_smem.index(stage).permute((1, 0)), accumulator,
@@ -402,22 +400,19 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
-                       q_full,
-                       q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
+                       factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [1], [24])
     else:
         gl.warp_specialize([
             (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
-                       q_full,
-                       q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
+                       factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (consume, (out, lse, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem, v_smem,
-                       q_full,
-                       q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor,
-                       GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
+                       factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
         ], [4, 1], [REGISTERS, 24])
