@@ -22,7 +22,8 @@ def show(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML schedule, or the name of a shipped one.")],
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps; by default the schedule's own, or 20.")] = None,
     blocks: Annotated[int | None, typer.Option(min=1, help="Transformer blocks of a model with one stream; by default the "
-                                                           "published model's, or 40.")] = None,
+                                                           "family's largest published model's (a smaller one may have "
+                                                           "fewer, Wan2.1-1.3B has 30), or 40.")] = None,
     dual: Annotated[int, typer.Option(min=0, help="Dual-stream blocks, with --single, in place of --blocks.")] = 0,
     single: Annotated[int, typer.Option(min=0, help="Single-stream blocks, with --dual, in place of --blocks.")] = 0,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the grid into a PNG as well.")] = None,
