@@ -6,6 +6,7 @@ written out of bounds whatever the tables are built from.
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -198,10 +199,12 @@ def _launch(like: Tensor, documents: int, tokens_q: int, tokens_k: int, total_q:
     none = result.count
     entries = 64
     grid = (max(1, -(-max(max_q, max_k, max_work) // entries)),)
-    _build[grid](result.documents, result.q_tiles, result.k_tiles, result.work, result.count,
-                 none if cu_q is None else cu_q, none if cu_k is None else cu_k, none if lengths is None else lengths,
-                 documents, tokens_q, tokens_k, max_q, max_k, max_work, PACKED=packed, HAS_LENGTHS=lengths is not None,
-                 ALIGN=ALIGNMENTS[align], ROWS=block_rows, E=entries, CHUNK=64, num_warps=NUM_WARPS)
+    # The interpreter runs on CPU tensors, which have no device to enter.
+    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
+        _build[grid](result.documents, result.q_tiles, result.k_tiles, result.work, result.count,
+                     none if cu_q is None else cu_q, none if cu_k is None else cu_k, none if lengths is None else lengths,
+                     documents, tokens_q, tokens_k, max_q, max_k, max_work, PACKED=packed, HAS_LENGTHS=lengths is not None,
+                     ALIGN=ALIGNMENTS[align], ROWS=block_rows, E=entries, CHUNK=64, num_warps=NUM_WARPS)
     return result
 
 
