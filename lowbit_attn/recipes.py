@@ -21,6 +21,13 @@ CAUSAL_GROUP = 32
 TOKEN_LAYOUTS = ("token_block", "per_row")
 """Layouts with one power-of-two scale per token: valid along either contraction axis."""
 
+DIRECT_UNIT = 8.0 / 126.0
+"""Unit of the scores of exponential "direct_u8": a doubling is 8 codes, and 1 is the largest finite code, 126."""
+
+SHARED_FOLD = -1.0
+"""Down to this fold of V's exponent, the directly computed codes that P V uses also make up the row sum; below it they would lose
+weight that the denominator needs."""
+
 EXPONENTIALS = ("exact", "schraudolph_u8", "schraudolph_u16", "schraudolph_u32", "mixed_schraudolph", "direct_u8", "mitchell")
 
 _CHOICES: dict[str, tuple[str, ...]] = {

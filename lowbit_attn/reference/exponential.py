@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit_attn import formats
+from lowbit_attn.recipes import DIRECT_UNIT
 
 EPSILON = 0.05798
 """Offset of the Schraudolph proxies; minimizes the RMS error over one doubling (Fused-Softmax 4.2)."""
@@ -28,8 +29,6 @@ SIGMA = 0.0573
 DIRECT_OFFSET = 0.4584
 """8 * SIGMA: the same offset in units of one E4M3 code."""
 
-DIRECT_UNIT = 8.0 / 126.0
-"""Unit of the scores that `direct_codes` takes: a doubling is 8 codes, and 1 is the largest finite code, 126."""
 
 MITCHELL_DELTA = math.log2(1.25) - 0.25
 """log2(1.25) - 0.25 centres Mitchell's error (FLAMIA C.1)."""

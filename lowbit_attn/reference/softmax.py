@@ -12,21 +12,18 @@ from torch import Tensor
 
 from lowbit_attn import formats
 from lowbit_attn.formats.scales import MIN_EXPONENT
-from lowbit_attn.recipes import Recipe
+from lowbit_attn.recipes import DIRECT_UNIT, SHARED_FOLD, Recipe
 from lowbit_attn.reference import exponential
 from lowbit_attn.reference.operands import round_operand
 from lowbit_attn.reference.stats import Stats
-
-SHARED_FOLD = -1.0
-"""Down to this fold of V's exponent, the directly computed codes that P V uses also make up the row sum."""
 
 BROKEN_EXPONENT = 128.0
 """The exponent of a block of V that holds NaN or Inf."""
 
 
 def score_unit(recipe: Recipe) -> float:
-    """Doublings per unit of the scores: codes computed directly take them in `exponential.DIRECT_UNIT`."""
-    return exponential.DIRECT_UNIT if recipe.exponential == "direct_u8" else 1.0
+    """Doublings per unit of the scores: codes computed directly take them in DIRECT_UNIT."""
+    return DIRECT_UNIT if recipe.exponential == "direct_u8" else 1.0
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from oracle import boundaries, exact_attention, relative_error, visible
 
-from lowbit_attn.recipes import RECIPES, resolve
+from lowbit_attn.recipes import DIRECT_UNIT, RECIPES, resolve
 from lowbit_attn.reference import Visibility, backward, forward, varlen_backward, varlen_forward
-from lowbit_attn.reference.exponential import DIRECT_UNIT
 from lowbit_attn.reference.operands import round_operand
 
 TOKENS, BLOCK = 200, 32

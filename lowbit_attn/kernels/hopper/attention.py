@@ -15,15 +15,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit_attn.kernels.hopper import fast, forward
 from lowbit_attn.kernels.hopper.quantize import Quantized, quantize_qkv
-from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, SHARED_FOLD, Records, Sizes, tile_records
+from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, Records, Sizes, tile_records
 from lowbit_attn.kernels.hopper.tiling import TILE, Tiling, dense_tiling, packed_tiling
-from lowbit_attn.recipes import Recipe
+from lowbit_attn.recipes import DIRECT_UNIT, SHARED_FOLD, Recipe
 
 HEAD_DIMS = (64, 128, 256)
 """What the kernels are compiled for; other head_dims are padded with zero channels."""
-
-DIRECT_UNIT = 8.0 / 126.0
-"""Unit of the direct kernel's scores: a doubling is 8 codes, and 1 is the largest finite code, 126."""
 
 L2_BUDGET = 32 << 20
 """Bytes of K and V codes that the work order keeps in flight, well under the 50 MiB of L2."""
@@ -63,8 +60,8 @@ class Prepared:
     keys: int
     sizes: Sizes
     lse_shape: tuple[int, ...]
-    negated: bool = False
-    """Whether Q's codes carry the sign of a negative scale."""
+    negative: bool
+    """Whether the scale is negative. The maximum is taken before the scores are multiplied, so Q's codes take its sign."""
 
 
 def kernel_head_dim(head_dim: int) -> int:
@@ -105,11 +102,8 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     direct = recipe.exponential == "direct_u8"
     sizes = Sizes(heads, heads // max(1, kv_heads), tokens, 0 if packed else (heads - 1) * tokens, tiling.k_tiles.shape[0],
                   _head_group(heads, kv_heads, 2 * quantized.k_codes.numel() // max(1, kv_heads)),
-                  # The maximum is taken before the scores are multiplied, so a negative scale goes into Q's signs.
                   abs(scale) * math.log2(math.e) * (DIRECT_UNIT if direct else 1.0))
-    if scale < 0:
-        quantized = replace(quantized, q_codes=quantized.q_codes ^ 0x80)
-    records = tile_records(tiling, quantized.k_group, quantized.v_group, recipe.p_log2_scale, sizes, direct=direct)
+    records = tile_records(tiling, quantized.k_group, quantized.v_group, sizes, direct=direct)
     return Prepared(tiling, quantized, records, recipe, query, head_dim, kv_heads, keys, sizes, lse_shape, scale < 0)
 
 
@@ -139,6 +133,8 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
     output = query.new_empty(query.shape)
     sizes = prepared.sizes
     q_codes = quantized.q_codes.view(-1, sizes.heads * dim)
+    if prepared.negative:
+        q_codes = q_codes ^ 0x80
     k_codes = quantized.k_codes.view(-1, prepared.kv_heads * dim)
     v_codes = quantized.v_t.view(prepared.kv_heads * dim, -1)
     tiling = prepared.tiling
@@ -165,8 +161,6 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
 def saved_for_backward(prepared: Prepared) -> tuple[Tensor, ...]:
     """Codes and scale codes of Q, K and V as `ops.saved` lays them out; needs `save`."""
     q = prepared.quantized
-    if prepared.negated:
-        q = replace(q, q_codes=q.q_codes ^ 0x80)
     if q.v_codes is None or q.v_scales is None:
         raise ValueError("save: got False; accepted: True where codes are read")
     codes = (q.q_codes, q.q_scales, q.k_codes, q.k_scales, q.v_codes, q.v_scales)

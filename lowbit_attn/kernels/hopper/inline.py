@@ -117,11 +117,26 @@ def add(a, b):
     return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
 
+def _largest_of_four_asm(maximum: str) -> str:
+    return f"{{ .reg .b32 t; {maximum} t, $1, $2; {maximum} t, t, $3; {maximum} $0, t, $4; }}"
+
+
+def _row_maxima_asm(maximum: str) -> str:
+    return (f"{{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x5410; prmt.b32 b, $1, $2, 0x7632; {maximum} a, a, b; "
+            f"shfl.sync.bfly.b32 b, a, 1, 0x1f, 0xffffffff; {maximum} a, a, b; "
+            f"shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; {maximum} $0, a, b; }}")
+
+
+LARGEST_OF_FOUR: gl.constexpr = gl.constexpr(_largest_of_four_asm("max.f16x2"))
+LARGEST_OF_FOUR_OR_NAN: gl.constexpr = gl.constexpr(_largest_of_four_asm("max.NaN.f16x2"))
+ROW_MAXIMA: gl.constexpr = gl.constexpr(_row_maxima_asm("max.NaN.f16x2"))
+ROW_MAXIMA_OF_NUMBERS: gl.constexpr = gl.constexpr(_row_maxima_asm("max.f16x2"))
+
+
 @gluon.jit
 def largest_of_four(a, b, c, d):
     """Maxima of halves, NaN ignored: one instruction of three inputs and one of two."""
-    return gl.inline_asm_elementwise("{ .reg .b32 t; max.f16x2 t, $1, $2; max.f16x2 t, t, $3; max.f16x2 $0, t, $4; }",
-                                     "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(LARGEST_OF_FOUR, "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -133,29 +148,20 @@ def larger(a, b):
 @gluon.jit
 def largest_of_four_or_nan(a, b, c, d):
     """The same with NaN kept."""
-    return gl.inline_asm_elementwise("{ .reg .b32 t; max.NaN.f16x2 t, $1, $2; max.NaN.f16x2 t, t, $3; max.NaN.f16x2 $0, t, $4; }",
-                                     "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(LARGEST_OF_FOUR_OR_NAN, "=r,r,r,r,r", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def row_maxima(upper, lower):
     """Largest half of each of a thread's two rows over the four lanes that share them, NaN kept; both rows travel in one word:
     the upper row's in the lower half."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x5410; prmt.b32 b, $1, $2, 0x7632; max.NaN.f16x2 a, a, b; "
-        "shfl.sync.bfly.b32 b, a, 1, 0x1f, 0xffffffff; max.NaN.f16x2 a, a, b; "
-        "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.NaN.f16x2 $0, a, b; }",
-        "=r,r,r", [upper, lower], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(ROW_MAXIMA, "=r,r,r", [upper, lower], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def row_maxima_of_numbers(upper, lower):
     """`row_maxima` with NaN ignored: the -inf of a hidden key times a factor of zero is one."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x5410; prmt.b32 b, $1, $2, 0x7632; max.f16x2 a, a, b; "
-        "shfl.sync.bfly.b32 b, a, 1, 0x1f, 0xffffffff; max.f16x2 a, a, b; "
-        "shfl.sync.bfly.b32 b, a, 2, 0x1f, 0xffffffff; max.f16x2 $0, a, b; }",
-        "=r,r,r", [upper, lower], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(ROW_MAXIMA_OF_NUMBERS, "=r,r,r", [upper, lower], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

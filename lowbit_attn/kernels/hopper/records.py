@@ -13,13 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from lowbit_attn.kernels.hopper.tiling import Tiling
+from lowbit_attn.recipes import SHARED_FOLD
 
 COLUMNS = 16
 LOWEST_FOLD = -20.0
 """Folds below it are raised to it: P <= 2^8 folded by 2^-20 is under half of E4M3's smallest value, so its code is 0 anyway."""
-
-SHARED_FOLD = -1.0
-"""Down to it the folded codes serve the row sum too; below it they would lose weight that the denominator needs."""
 
 
 @triton.jit
@@ -29,8 +27,7 @@ def _larger(a, b):
 
 @triton.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "group", "factor"])
 def _records(documents, k_group, v_group, out, weights, quiet, sizes, heads, groups, head_stride, document_extra, max_tiles,
-             group, factor, P_LOG2: tl.constexpr, LOWEST: tl.constexpr,
-             SHARED: tl.constexpr, DIRECT: tl.constexpr, CHUNK: tl.constexpr):
+             group, factor, LOWEST: tl.constexpr, SHARED: tl.constexpr, DIRECT: tl.constexpr, CHUNK: tl.constexpr):
     row = documents + tl.program_id(0) * 8
     k_len = tl.load(row + 3)
     k_valid = tl.load(row + 4)
@@ -70,7 +67,6 @@ def _records(documents, k_group, v_group, out, weights, quiet, sizes, heads, gro
             loud = tl.minimum(loud, tl.min(tl.where(inside & (softest < SHARED), start + t, 1 << 30), 0))
         else:
             scale = tl.where(scale == scale, scale, 1.0)  # NaN codes make the scores NaN
-            tl.store(base + 8, tl.exp2(-fold - P_LOG2), mask=mask)
         tl.store(base, scale, mask=mask)
         tl.store(base + 4, fold, mask=mask)
         lift = tl.where(start + t == 0, 0.0, earlier - running)
@@ -93,9 +89,9 @@ def _records(documents, k_group, v_group, out, weights, quiet, sizes, heads, gro
 
 @dataclass(frozen=True)
 class Records:
-    """tiles: float32 [Hkv, max_k_tiles, 16]: K's scales 2^eK of the tile's four blocks; the folds of V's exponents; the weights
-        2^(-fold - c) that turn folded sums of P 2^c into row sums; then by how much the reference exponent rose at this tile
-        (<= 0), the reference exponent, and two unused columns. Tiles past a document's end are not written.
+    """tiles: float32 [Hkv, max_k_tiles, 16]: K's scales 2^eK of the tile's four blocks; the folds of V's exponents; four unused
+        columns; then by how much the reference exponent rose at this tile (<= 0), the reference exponent, and two unused
+        columns. Tiles past a document's end are not written.
     weights: E4M3 codes uint8 [8 Hkv, 128 max_k_tiles] of 2^-fold for every key, eight equal rows a head; direct codes only.
     quiet: int32 [Hkv, documents], the first tile that has a fold below `SHARED_FOLD`; direct codes only.
     sizes: int32 [8], the numbers of `Sizes`, the documents before the last two, the factor by its bits; direct codes only.
@@ -121,7 +117,7 @@ class Sizes:
     factor: float
 
 
-def tile_records(tiling: Tiling, k_group: Tensor, v_group: Tensor, p_log2_scale: float, sizes: Sizes, *, direct: bool) -> Records:
+def tile_records(tiling: Tiling, k_group: Tensor, v_group: Tensor, sizes: Sizes, *, direct: bool) -> Records:
     """Records of every key tile; `direct` for the kernel that computes codes directly."""
     heads, tiles = k_group.shape[0], k_group.shape[1] // 4
     documents = tiling.documents.shape[0]
@@ -137,5 +133,5 @@ def tile_records(tiling: Tiling, k_group: Tensor, v_group: Tensor, p_log2_scale:
                                      unused if result.quiet is None else result.quiet,
                                      unused if result.sizes is None else result.sizes, sizes.heads, sizes.groups,
                                      sizes.head_stride, sizes.document_extra, sizes.max_tiles, sizes.group, sizes.factor,
-                                     P_LOG2=p_log2_scale, LOWEST=LOWEST_FOLD, SHARED=SHARED_FOLD, DIRECT=direct, CHUNK=32)
+                                     LOWEST=LOWEST_FOLD, SHARED=SHARED_FOLD, DIRECT=direct, CHUNK=32)
     return result
