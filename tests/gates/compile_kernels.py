@@ -91,14 +91,15 @@ class Compiled:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """Every module of lowbit_attn.kernels.hopper, imported."""
+    """The shared tiling and every module of lowbit_attn.kernels.hopper, imported."""
     try:
         package = importlib.import_module("lowbit_attn.kernels.hopper")
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("lowbit_attn.kernels"):
             raise
         return []
-    return [importlib.import_module(info.name) for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    names = [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    return [importlib.import_module(name) for name in ("lowbit_attn.kernels.tiling", *names)]
 
 
 def variants(modules: list[ModuleType], everything: bool = False) -> tuple[list[Variant], list[str]]:

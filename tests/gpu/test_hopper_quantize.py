@@ -116,7 +116,7 @@ def values(*shape, seed=0, dtype=torch.bfloat16):
 
 def check_dense(monkeypatch, shape_q, shape_k, recipe="mxfp8", dtype=torch.bfloat16, save=True, lengths=None, view=lambda x: x,
                 fill=None):
-    from lowbit_attn.kernels.hopper.tiling import dense_tiling
+    from lowbit_attn.kernels.tiling import dense_tiling
     q, k, v = (values(*shape, seed=n, dtype=dtype) for n, shape in enumerate((shape_q, shape_k, shape_k)))
     if fill is not None:
         q, k, v = (fill(x) for x in (q, k, v))
@@ -169,7 +169,7 @@ def test_expanded_views(monkeypatch):
     def share_heads(x):
         return x[:, :, :1].expand(-1, -1, 4, -1)
 
-    from lowbit_attn.kernels.hopper.tiling import dense_tiling
+    from lowbit_attn.kernels.tiling import dense_tiling
     x = values(2, 140, 1, 128)
     tiling = dense_tiling(x.cuda(), 140, align="none", key_lengths=None, block_rows=128)
     result = run(*[share_heads(x.cuda())] * 3, tiling, "mxfp8", True, False, monkeypatch)
@@ -184,7 +184,7 @@ def test_keys_past_their_length_count_as_zero_even_if_nan(monkeypatch):
         x[2] = torch.nan
         return x
 
-    from lowbit_attn.kernels.hopper.tiling import dense_tiling
+    from lowbit_attn.kernels.tiling import dense_tiling
     q, k, v = values(3, 300, 2, 128), fill(values(3, 300, 2, 128, seed=1)), fill(values(3, 300, 2, 128, seed=2))
     lengths = torch.tensor([100, 37, 0], dtype=torch.int32, device="cuda")
     tiling = dense_tiling(q.cuda(), 300, align="none", key_lengths=lengths, block_rows=128)
@@ -199,7 +199,7 @@ DOCUMENTS = [[0, 15], [0, 256, 500, 1000], [0, 1, 1, 2, 300, 300, 301], [0, 0, 5
 @pytest.mark.parametrize("cu", DOCUMENTS)
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_fast", "mxfp8:causal_safety=exact"])
 def test_packed_documents(monkeypatch, cu, recipe):
-    from lowbit_attn.kernels.hopper.tiling import packed_tiling
+    from lowbit_attn.kernels.tiling import packed_tiling
     cu_k = [min(2 * x, cu[-1]) for x in cu]
     q, k, v = values(cu[-1] + 50, 4, 128), values(cu[-1] + 3, 2, 128, seed=1), values(cu[-1] + 3, 2, 128, seed=2)
     q[cu[-1]:], k[cu[-1]:], v[cu[-1]:] = torch.nan, torch.inf, torch.nan  # rows of no document
@@ -254,7 +254,7 @@ def test_maxima_around_every_power_of_two(monkeypatch):
 
 def test_two_runs_are_bitwise_equal():
     from lowbit_attn.kernels.hopper.quantize import quantize_qkv
-    from lowbit_attn.kernels.hopper.tiling import dense_tiling
+    from lowbit_attn.kernels.tiling import dense_tiling
     q, k, v = (values(2, 1000, 8, 128, seed=n).cuda() for n in range(3))
     tiling = dense_tiling(q, 1000, align="none", key_lengths=None, block_rows=128)
     first, second = (quantize_qkv(q, k, v, tiling, resolve("mxfp8"), save=True, packed=False) for _ in range(2))
@@ -263,7 +263,7 @@ def test_two_runs_are_bitwise_equal():
 
 def test_more_than_two_to_the_31_elements():
     from lowbit_attn.kernels.hopper.quantize import quantize_qkv
-    from lowbit_attn.kernels.hopper.tiling import dense_tiling
+    from lowbit_attn.kernels.tiling import dense_tiling
     tokens, heads = 600_000, 32
     x = torch.randn(1, tokens, heads, 128, dtype=torch.bfloat16, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     assert x.numel() > 2**31
@@ -281,7 +281,7 @@ def test_more_than_two_to_the_31_elements():
 
 def test_a_graph_replay_equals_eager():
     from lowbit_attn.kernels.hopper.quantize import quantize_qkv
-    from lowbit_attn.kernels.hopper.tiling import dense_tiling
+    from lowbit_attn.kernels.tiling import dense_tiling
     q, k, v = (values(1, 300, 4, 128, seed=n).cuda() for n in range(3))
     tiling = dense_tiling(q, 300, align="none", key_lengths=None, block_rows=128)
     eager = quantize_qkv(q, k, v, tiling, resolve("mxfp8"), save=True, packed=False)

@@ -71,7 +71,7 @@ def _shape(workload: Workload) -> str:
 def _hopper(inputs: Inputs, recipe: Recipe, save: bool) -> Callable[[], Any]:
     """One launch for Q, K and V, on tables that are built beforehand."""
     from lowbit_attn.kernels.hopper.quantize import quantize_qkv
-    from lowbit_attn.kernels.hopper.tiling import dense_tiling, packed_tiling
+    from lowbit_attn.kernels.tiling import dense_tiling, packed_tiling
 
     if inputs.cu is not None:
         operands = (inputs.query, inputs.key, inputs.value)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowbit_attn.kernels.hopper import fast, forward
 from lowbit_attn.kernels.hopper.quantize import Quantized, quantize_qkv
 from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, Records, Sizes, tile_records
-from lowbit_attn.kernels.hopper.tiling import TILE, Tiling, dense_tiling, packed_tiling
+from lowbit_attn.kernels.tiling import TILE, Tiling, dense_tiling, packed_tiling
 from lowbit_attn.recipes import DIRECT_UNIT, SHARED_FOLD, Recipe
 
 HEAD_DIMS = (64, 128, 256)

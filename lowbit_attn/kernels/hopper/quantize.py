@@ -35,7 +35,7 @@ from lowbit_attn.kernels.hopper.quantize_tile import (
     store_saved,
     store_transposed,
 )
-from lowbit_attn.kernels.hopper.tiling import TILE, Tiling
+from lowbit_attn.kernels.tiling import TILE, Tiling
 from lowbit_attn.recipes import Operand, Recipe, resolve
 
 HEAD_DIMS = (64, 96, 128, 256)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit_attn.kernels.hopper.tiling import Tiling
+from lowbit_attn.kernels.tiling import Tiling
 from lowbit_attn.recipes import SHARED_FOLD
 
 COLUMNS = 16

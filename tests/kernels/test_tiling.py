@@ -70,7 +70,7 @@ class TestInterpreted:
     @pytest.mark.parametrize(("queries", "keys", "lengths"), [(1, 1, None), (192, 128, None), (193, 129, None),
                                                               (500, 900, [900, 0, 333]), (900, 100, [1, 100, 50])])
     def test_dense(self, queries, keys, lengths, align):
-        from lowbit_attn.kernels.hopper.tiling import dense_tiling
+        from lowbit_attn.kernels.tiling import dense_tiling
         query = torch.empty(3, queries, 2, 8)
         key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
         tiling = dense_tiling(query, keys, align=align, key_lengths=key_lengths, block_rows=ROWS)
@@ -81,7 +81,7 @@ class TestInterpreted:
     @pytest.mark.parametrize("align", ["none", "bottom_right"])
     @pytest.mark.parametrize("seed", range(4))
     def test_packed_with_empty_and_one_token_documents_and_a_tail(self, seed, align):
-        from lowbit_attn.kernels.hopper.tiling import packed_tiling
+        from lowbit_attn.kernels.tiling import packed_tiling
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(0, 700, (90 if seed == 3 else 7,), generator=generator)
         lengths[torch.rand(lengths.shape, generator=generator) < 0.3] = seed % 2
@@ -93,7 +93,7 @@ class TestInterpreted:
         assert_equal(tiling, model(packed_lengths(cu, tokens, False), packed_lengths(cu_k, keys, True), align))
 
     def test_boundaries_that_make_no_sense_write_no_table_out_of_bounds(self):
-        from lowbit_attn.kernels.hopper.tiling import packed_tiling
+        from lowbit_attn.kernels.tiling import packed_tiling
         cu = torch.tensor([-5, 900, 3, 10_000, 0, 500], dtype=torch.int32)
         tiling = packed_tiling(torch.empty(1000, 2, 8), 1000, cu, cu, align="bottom_right", block_rows=ROWS)
         assert tiling.count.item() <= tiling.work.shape[0]
