@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lowbit_attn import explain
-from lowbit_attn.cli import shipped
 from lowbit_attn.integrations.diffusers import patch, unpatch
 from lowbit_attn.integrations.diffusers.processors import base
 from lowbit_attn.recipes import UNQUANTIZED
@@ -176,8 +175,7 @@ def chosen(names: list[str], device: str, tokens: int) -> dict[str, PrecisionSch
     """Schedules by the name that is shown, bf16 first; those that would be emulated at this size are left out, with a word."""
     found = {UNQUANTIZED: load(UNQUANTIZED)}
     for name in names:
-        path = shipped.find_schedule(name)
-        schedule = load(path if path.is_file() else name)
+        schedule = load(name)
         recipes = {schedule.attention.default, *(rule.recipe for rule in schedule.attention.rules)}
         emulated = [recipe for recipe in recipes if explain(recipe, device).backend == "reference"]
         if emulated and tokens > EMULATED_LIMIT:

@@ -1,0 +1,33 @@
+"""Every script in benchmarks/ still runs: the quick ones as a dry run, all of them as far as their arguments."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
+WAN = ("--device cpu --blocks 2 --frames 5 --height 32 --width 32 --heads 1 --repeats 1").split()
+
+
+def run(script, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, str(ROOT / "benchmarks" / script), *arguments], env=environment, text=True,
+                          capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_explains_its_arguments(script):
+    result = run(script, "--help")
+    assert result.returncode == 0, result.stderr
+    assert "usage" in result.stdout
+
+
+def test_a_wan_step_is_measured_for_bf16_and_every_schedule_that_runs():
+    pytest.importorskip("diffusers")
+    result = run("wan_step.py", "mxfp8_fast", "wan2.2-t2v-a14b-hopper", *WAN)
+    assert result.returncode == 0, result.stderr
+    for name in ("bf16", "mxfp8_fast", "wan2.2-t2v-a14b-hopper"):
+        assert f"\n{name}: " in result.stdout
