@@ -22,6 +22,7 @@ Presets = Annotated[list[Preset] | None, typer.Option(
 Recipes = Annotated[str, typer.Option(help="Recipes, separated by commas; options may follow as in 'mxfp8:max_threshold=2'.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Every contender is timed once a round, in turn; the median counts.")]
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
+InputLayout = Annotated[Layout, typer.Option("--layout", help="How batched inputs lie in memory.")]
 Output = Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plot.")]
 
 
@@ -36,18 +37,41 @@ def forward(
     recipes: Recipes = "mxfp8,mxfp8_fast",
     rounds: Rounds = 3,
     device: DeviceName = None,
-    layout: Annotated[Layout, typer.Option(help="How batched inputs lie in memory.")] = Layout.BSHD,
+    layout: InputLayout = Layout.BSHD,
     output: Output = Path("outputs/bench"),
 ) -> None:
     """Attention forward: kernel alone and with quantization, against torch SDPA, flash-attn-4, cuDNN FP8 and SageAttention.
 
     What cannot run here is named with the reason. Errors are relative to exact attention in float32.
     """
-    from lowbit_attn.cli.benchmarks.forward import measure_all
+    from lowbit_attn.cli.benchmarks import candidates, forward
 
     target = _device(device)
-    workloads, names = _workloads(preset, target), _recipes(recipes)
-    _run("forward", measure_all(workloads, names, target, rounds, layout, _announce), target, output)
+    workloads, taking_part = _workloads(preset, target), forward.contenders(_recipes(recipes), target)
+    _run("forward", candidates.each(workloads, target, _announce, lambda workload: forward.measure(
+        workload, taking_part, target, rounds, layout)), target, output)
+
+
+@app.command()
+def train(
+    preset: Presets = None,
+    recipes: Recipes = "mxfp8",
+    rounds: Rounds = 3,
+    device: DeviceName = None,
+    layout: InputLayout = Layout.BSHD,
+    output: Output = Path("outputs/bench"),
+) -> None:
+    """Forward and backward with all quantization, and the backward alone, against torch SDPA, flash-attn-4 and cuDNN FP8.
+
+    What cannot run here is named with the reason. Errors of dQ, dK and dV are relative to exact attention in float32. Saved
+    bytes are what the forward keeps for the backward, also as a ratio to bf16 flash attention's.
+    """
+    from lowbit_attn.cli.benchmarks import candidates, training
+
+    target = _device(device)
+    workloads, taking_part = _workloads(preset, target), training.trainers(_recipes(recipes), target)
+    _run("train", candidates.each(workloads, target, _announce, lambda workload: training.measure(
+        workload, taking_part, target, rounds, layout)), target, output)
 
 
 @app.command()
@@ -59,23 +83,16 @@ def quantize(
     output: Output = Path("outputs/bench"),
 ) -> None:
     """Quantization of Q, K and V: bytes read and written per second, against a plain copy on the same device."""
-    from lowbit_attn.cli.benchmarks.quantizers import distinct, measure
-    from lowbit_attn.cli.benchmarks.timing import current
+    from lowbit_attn.cli.benchmarks import candidates, quantizers
 
     target = _device(device)
-    workloads, names = distinct(_workloads(preset, target)), _recipes(recipes)
-
-    def rows() -> Iterable[list["Row"]]:
-        for workload in workloads:
-            _announce(workload)
-            with current(target):
-                yield measure(workload, names, target, rounds)
-
-    _run("quantize", rows(), target, output)
+    workloads, names = quantizers.distinct(_workloads(preset, target)), _recipes(recipes)
+    _run("quantize", candidates.each(workloads, target, _announce, lambda workload: quantizers.measure(
+        workload, names, target, rounds)), target, output)
 
 
 @app.command()
-def plot(file: Annotated[Path, typer.Argument(metavar="JSON", help="What `forward` or `quantize` wrote.")]) -> None:
+def plot(file: Annotated[Path, typer.Argument(metavar="JSON", help="What `forward`, `train` or `quantize` wrote.")]) -> None:
     """Draw a finished measurement again, beside its JSON file; for measurements from machines without matplotlib."""
     from lowbit_attn.cli.benchmarks import render
     from lowbit_attn.cli.benchmarks.record import Record

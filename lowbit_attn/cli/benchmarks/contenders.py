@@ -18,6 +18,8 @@ class Scope(StrEnum):
     CALL = "whole call"
     KERNEL = "kernel only"
     QUANTIZED = "including quantization"
+    BACKWARD = "backward only"
+    TRAINING = "training call"
 
 
 class UnavailableError(Exception):
@@ -32,6 +34,30 @@ class Bound:
     output: Callable[[Any], Tensor]
     note: str = ""
     """What a reader must know to compare the row."""
+
+
+@dataclass(frozen=True)
+class TrainingCall:
+    """Two calls ready to be timed: the backward of a forward that was run before, and both together.
+
+    `gradients` reads dQ, dK and dV, in the inputs' shapes, from what either returned. `saved_bytes` is what the forward keeps
+    for the backward.
+    """
+
+    backward: Callable[[], Any]
+    whole: Callable[[], Any]
+    gradients: Callable[[Any], tuple[Tensor, ...]]
+    saved_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """What takes part in a measurement of training: `bind` gets inputs that require grad and dO in the query's shape."""
+
+    name: str
+    bind: Callable[[Inputs, Tensor], TrainingCall]
+    baseline: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 import lowbit_attn
-from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, UnavailableError, first
+from lowbit_attn.cli.benchmarks import by_autograd
+from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, Trainer, UnavailableError, first
 from lowbit_attn.cli.benchmarks.workloads import Inputs
 from lowbit_attn.recipes import UNQUANTIZED, resolve
 
@@ -25,31 +26,44 @@ def contenders(recipe: str, device: torch.device) -> list[Contender]:
     return [Contender(name, Scope.KERNEL, lambda inputs: _kernel(inputs, recipe, backend)), whole]
 
 
+def trainers(recipe: str, device: torch.device) -> list[Trainer]:
+    """One recipe as `attention` trains with it, then with deterministic=True; `bf16` has no such argument."""
+    whole = contenders(recipe, device)[-1]
+    if recipe == UNQUANTIZED:
+        return [by_autograd.trainer(whole)]
+    backend = lowbit_attn.explain(recipe, device).backend
+    repeatable = Contender(f"{whole.name} deterministic", Scope.QUANTIZED,
+                           lambda inputs: _whole_call(inputs, recipe, backend, deterministic=True))
+    return [by_autograd.trainer(whole), by_autograd.trainer(repeatable)]
+
+
 def _refuse(inputs: Inputs, recipe: str, backend: str) -> None:
     if recipe == UNQUANTIZED:
         return
     if inputs.workload.causal and not resolve(recipe).causal:
         raise UnavailableError(f"{recipe} is refused under a causal mask")
+    if inputs.query.requires_grad and (refusal := resolve(recipe).training_refusal):
+        raise UnavailableError(f"{recipe} does not train: {refusal}")
     if backend == "reference" and inputs.workload.scores > REFERENCE_SCORES:
         reasons = "; ".join(f"not {name!r}: {why}" for name, why in lowbit_attn.explain(recipe, inputs.query.device).passed_over)
         raise UnavailableError(f"only the reference runs it here, which is not timed at this size ({reasons})")
 
 
-def _whole_call(inputs: Inputs, recipe: str, backend: str) -> Bound:
-    """`attention` or `varlen_attention` as a user calls it, in inference."""
+def _whole_call(inputs: Inputs, recipe: str, backend: str, deterministic: bool = False) -> Bound:
+    """`attention` or `varlen_attention` as a user calls it; inputs that require grad get a graph."""
     _refuse(inputs, recipe, backend)
     workload, chosen = inputs.workload, None if recipe == UNQUANTIZED else backend
     grouped = workload.heads != workload.kv_heads
 
     def dense() -> Any:
         return lowbit_attn.attention(inputs.query, inputs.key, inputs.value, recipe=recipe, is_causal=workload.causal,
-                                     enable_gqa=grouped, backend=chosen)
+                                     enable_gqa=grouped, backend=chosen, deterministic=deterministic)
 
     def packed() -> Any:
         assert inputs.cu is not None
         return lowbit_attn.varlen_attention(inputs.query, inputs.key, inputs.value, inputs.cu, inputs.cu, inputs.longest,
                                             inputs.longest, recipe=recipe, is_causal=workload.causal, enable_gqa=grouped,
-                                            backend=chosen)
+                                            backend=chosen, deterministic=deterministic)
 
     return Bound(packed if workload.packed else dense, first)
 

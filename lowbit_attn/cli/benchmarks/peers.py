@@ -79,11 +79,16 @@ def sage_attention(inputs: Inputs) -> Bound:
     return Bound(lambda: attend(q, k, v, tensor_layout="HND", is_causal=inputs.workload.causal), first)
 
 
-PEERS = (
+BF16_PEERS = (
     Contender("torch SDPA cuDNN bf16", Scope.CALL, sdpa(SDPBackend.CUDNN_ATTENTION), baseline=True),
     Contender("torch SDPA flash bf16", Scope.CALL, sdpa(SDPBackend.FLASH_ATTENTION), baseline=True),
     Contender("torch varlen bf16", Scope.CALL, torch_varlen, baseline=True),
     Contender("flash-attn-4 bf16", Scope.CALL, flash_attention_4, baseline=True),
+)
+"""Those that autograd can take back, all in 16 bits."""
+
+PEERS = (
+    *BF16_PEERS,
     Contender("cuDNN FP8", Scope.KERNEL, cudnn_fp8.bind, baseline=True),
     Contender("SageAttention", Scope.QUANTIZED, sage_attention, baseline=True),
 )

@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ class Row:
     method: str = ""
     note: str = ""
     baseline: bool = False
+    figures: dict[str, float] = field(default_factory=dict)
+    """What one kind of measurement alone has, by name with its unit; each gets a column."""
 
     def ratio_to(self, other: "Row") -> float | None:
         """How many times the other row's rate; None if either was not timed."""
@@ -86,8 +88,10 @@ class Record:
         return list(dict.fromkeys(row.contender for row in self.rows if row.baseline))
 
     def ratios(self, row: Row) -> dict[str, float | None]:
-        """How many times each baseline's rate the row has, on the same workload."""
-        peers = {other.contender: other for other in self.workloads()[row.workload] if other.baseline}
+        """How many times each baseline's rate the row has, on the same workload: of the same scope if the baseline has it."""
+        others = [other for other in self.workloads()[row.workload] if other.baseline]
+        others.sort(key=lambda other: other.scope == row.scope)  # the last of a name counts
+        peers = {other.contender: other for other in others}
         return {name: row.ratio_to(peers[name]) if name in peers else None for name in self.baselines()}
 
     def write(self, stem: Path) -> list[Path]:
@@ -97,12 +101,13 @@ class Record:
         rows = [{**asdict(row), "faster_than": self.ratios(row), "environment": asdict(self.environment)} for row in self.rows]
         paths[0].write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         with paths[1].open("w", newline="", encoding="utf-8") as stream:
-            names = [field.name for field in fields(Row)]
+            names = [part.name for part in fields(Row) if part.name != "figures"]
+            figures = list(dict.fromkeys(name for row in self.rows for name in row.figures))
             versions = list(self.environment.versions)
             writer = csv.writer(stream, lineterminator="\n")
-            writer.writerow([*names, *(f"x {name}" for name in self.baselines()), "date", "device", *versions, "command"])
+            writer.writerow([*names, *figures, *(f"x {name}" for name in self.baselines()), "date", "device", *versions, "command"])
             for row in self.rows:
-                cells = [_cell(getattr(row, name)) for name in names]
+                cells = [_cell(getattr(row, name)) for name in names] + [_cell(row.figures.get(name)) for name in figures]
                 ratios = [_cell(value) for value in self.ratios(row).values()]
                 versioned = [_cell(self.environment.versions[name]) for name in versions]
                 writer.writerow([*cells, *ratios, self.environment.date, self.environment.device, *versioned,
@@ -113,7 +118,7 @@ class Record:
     def read(cls, path: Path) -> "Record":
         """What `write` put into the JSON file."""
         loaded = json.loads(path.read_text(encoding="utf-8"))
-        names = {field.name for field in fields(Row)}
+        names = {part.name for part in fields(Row)}
         rows = []
         for entry in loaded:
             values: dict[str, Any] = {name: value for name, value in entry.items() if name in names}

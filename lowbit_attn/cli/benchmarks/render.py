@@ -17,14 +17,17 @@ def table(record: Record, rows: Sequence[Row]) -> Table:
     unit = rows[0].unit
     title = Table(title=rows[0].shape, title_justify="left", caption="x NAME: times the rate of NAME", caption_justify="left")
     with_error = any(row.error is not None for row in rows)
-    for heading in ("", "", "ms", unit, *(["error"] if with_error else []), "spread", *(f"x {name}" for name in baselines)):
+    figures = list(dict.fromkeys(name for row in rows for name in row.figures))
+    measured = [*(["error"] if with_error else []), *figures]
+    for heading in ("", "", "ms", unit, *measured, "spread", *(f"x {name}" for name in baselines)):
         title.add_column(heading, justify="right" if heading else "left")
     for row in rows:
         if row.milliseconds is None:
             continue
         ratios = record.ratios(row)
-        cells = [row.contender, row.scope, f"{row.milliseconds:.3f}", _rate(row), *([_percent(row.error)] if with_error else []),
-                 _percent(row.spread), *(_ratio(ratios[name]) for name in baselines)]
+        shown = [*([_percent(row.error)] if with_error else []), *(_figure(name, row.figures.get(name)) for name in figures)]
+        cells = [row.contender, row.scope, f"{row.milliseconds:.3f}", _rate(row), *shown, _percent(row.spread),
+                 *(_ratio(ratios[name]) for name in baselines)]
         title.add_row(*cells)
     return title
 
@@ -42,6 +45,12 @@ def notes(rows: Sequence[Row]) -> list[Text]:
 def _rate(row: Row) -> str:
     assert row.rate is not None
     return f"{row.rate:.0f}" if row.rate >= 100 else f"{row.rate:.3g}"
+
+
+def _figure(name: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return _percent(value) if name.endswith("error") else f"{value:.4g}"
 
 
 def _percent(value: float | None) -> str:

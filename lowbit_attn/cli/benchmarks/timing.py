@@ -65,7 +65,10 @@ def _clock(run: Run) -> float:
 
 
 def _captured(run: Run) -> tuple[Run, str]:
-    """A replay of the call's CUDA graph, or the call itself with the reason."""
+    """A replay of the call's CUDA graph, or the call itself with the reason.
+
+    It warms up on the stream that is captured: a backward runs where its forward ran, which a capture elsewhere would not see.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -75,7 +78,7 @@ def _captured(run: Run) -> tuple[Run, str]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             run()
     except Exception as error:  # whatever forbids a capture, the call can still be timed
         torch.cuda.synchronize()
