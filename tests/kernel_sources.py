@@ -1,4 +1,4 @@
-"""One fingerprint of all kernel sources, the same on every machine and checkout."""
+"""One fingerprint of the kernel sources that the GPU record is about, the same on every machine and checkout."""
 
 import hashlib
 from pathlib import Path
@@ -7,11 +7,14 @@ import lowbit_attn
 
 KERNELS = Path(lowbit_attn.__file__).parent / "kernels"
 GENERATED = {"__pycache__"}
+OTHER_HARDWARE = {"cdna4"}
+"""Families that no NVIDIA GPU runs: the record says nothing of them, and tests of their own hold their code objects."""
 
 
 def sources(folder: Path = KERNELS) -> list[Path]:
-    """Every file under the folder except what Python generates, sorted by its path."""
-    found = (path for path in folder.rglob("*") if path.is_file() and not GENERATED & set(path.parts))
+    """Every file under the folder except what Python generates and other hardware runs, sorted by its path."""
+    found = (path for path in folder.rglob("*")
+             if path.is_file() and not (GENERATED | OTHER_HARDWARE) & set(path.relative_to(folder).parts))
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
