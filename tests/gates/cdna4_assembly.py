@@ -10,7 +10,8 @@ COLD = "lb_cold"
 
 WIDE_CONVERSIONS = ("v_cvt_scalef32_pk32", "v_cvt_scalef32_2xpk16")
 TRANSCENDENTAL = ("v_exp_f32", "v_rcp_f32", "v_log_f32")
-METADATA = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "group_segment_fixed_size", "private_segment_fixed_size")
+METADATA = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "group_segment_fixed_size", "private_segment_fixed_size",
+            "kernarg_segment_size")
 
 CLOCKS = {"v_mfma_scale_f32_32x32x64_f8f6f4": 32, "v_mfma_scale_f32_16x16x128_f8f6f4": 16}
 """Clocks of an MFMA of 6- or 4-bit operands at the paper's 16384 operations a clock and CU; one with an 8-bit operand takes twice

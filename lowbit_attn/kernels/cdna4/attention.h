@@ -25,7 +25,7 @@ enum { ATTENTION_WAVES = 8, HALF = ATTENTION_WAVES / 2, QUERY_TILE = ATTENTION_W
 
 template <int N> struct Int { static constexpr int value = N; };
 
-LB_INLINE int clamped(int x, int most) { return x < 0 ? 0 : x > most ? most : x; }
+LB_INLINE int clamped(int x, int most) { return isa::uniform(x < 0 ? 0 : x > most ? most : x); }
 
 /// The fragments of a pair.
 template <Element E> struct Pair { Fragment<E> first, second; };
@@ -41,6 +41,7 @@ template <Element E> LB_INLINE Pair<E> split(const v4u* planes) {
 
 template <class R> struct Slots { enum { KEY = KEY_BYTES<R>, VALUE = R::value_tile, SLOT = KEY + VALUE, BYTES = 2 * SLOT }; };
 
+/// A wave's 32 queries: their operands, scores, and what they accumulate.
 template <class R, class Softmax, class Memory> struct Wave {
   using S = Slots<R>;
   static constexpr bool NARROW_SUM = BITS<R::p> != 8;   // the 16x16x128 form: lane halves of FP8 operands mix rows' scales there
@@ -56,7 +57,26 @@ template <class R, class Softmax, class Memory> struct Wave {
   typename Softmax::Probabilities p[2];
   unsigned p_scales;
 
-  LB_MEMBER Wave(Memory& memory, unsigned lane_of) : lds(memory), lane(lane_of) {}
+  LB_MEMBER Wave(Memory& memory, unsigned lane_of) : lds(memory), lane(lane_of) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) o[i] = Softmax::splat(0.0f);
+    p[0] = p[1] = typename Softmax::Probabilities{};
+    // Rows 0-7 of the 16x16 sum take the lanes of queries 0-15 (blocks 0 and 2 of k), rows 8-15 those of queries 16-31.
+    unsigned one = !NARROW_SUM || (lane % 16 < 8) == (lane / 16 % 2 == 0) ? 0x22222222u : 0u;
+    ones = v4u{one, one, one, one};
+    sum = v4f{0, 0, 0, 0}, wide_sum = Softmax::splat(0.0f);
+  }
+  LB_MEMBER void load_query(const LB_GLOBAL u8* from) {
+    v4u planes[PLANES<R::qk>];
+#pragma unroll
+    for (int i = 0; i < PLANES<R::qk>; i++) planes[i] = *(const LB_GLOBAL v4u*)(from + i * PLANE + 16 * lane);
+    q = split<R::qk>(planes);
+    q_scales = *(const LB_GLOBAL unsigned short*)(from + PAIR<R::qk> + 2 * lane);
+  }
+  /// Whether the row holds NaN or Inf, a flag of its two lanes.
+  LB_MEMBER bool broken_query() const {
+    return Softmax::over_halves((q_scales & 255) == 255 || q_scales >> 8 == 255 ? 1.0f : 0.0f) > 0.0f;
+  }
 
   template <Element E> LB_MEMBER Pair<E> pair(unsigned at, int index) const {
     v4u planes[PLANES<E>];
@@ -69,6 +89,7 @@ template <class R, class Softmax, class Memory> struct Wave {
     v16f x = isa::mfma32<R::qk, R::qk, 2 * T % 4, 0>(operand<R::qk>(k.first), operand<R::qk>(q.first), seed, (int)scales[T / 2], q_scales);
     return isa::mfma32<R::qk, R::qk, (2 * T + 1) % 4, 1>(operand<R::qk>(k.second), operand<R::qk>(q.second), x, (int)scales[T / 2], q_scales);
   }
+  template <int SLOT> LB_MEMBER void scores() { scores<SLOT>(softmax.seed); }
   template <int SLOT> LB_MEMBER void scores(v16f seed) {
     constexpr unsigned keys = SLOT * S::SLOT;
     v2u scales = isa::load<v2u>(lds, keys + CODES<R::qk> + 8 * lane);
@@ -84,9 +105,15 @@ template <class R, class Softmax, class Memory> struct Wave {
       for (int i = 0; i < 16; i++) s[t][i] = i < left ? s[t][i] : -3e38f;
     }
   }
-  LB_MEMBER float peak() const {
-    return __builtin_fmaxf(Softmax::maximum(s[0], s[1], -3e38f), Softmax::maximum(s[2], s[3], -3e38f));
+  /// Freezes the maximum of the first tile.
+  LB_MEMBER void start(int keys) {
+    scores<0>(Softmax::splat(0.0f));
+    mask(keys);
+    softmax.freeze(__builtin_fmaxf(Softmax::maximum(s[0], s[1], -3e38f), Softmax::maximum(s[2], s[3], -3e38f)));
   }
+  /// The sum of the row's P, of lane % 32.
+  LB_MEMBER float row_sum() const { return NARROW_SUM ? isa::from_lane(sum[0], lane % 16 + 32 * (lane / 16 % 2)) : wide_sum[0]; }
+  LB_MEMBER float log_sum(float total) const { return softmax.log_sum(total); }
   /// The lane of this lane's row of O, seen from a lane that holds row sums: they lie 16 to a register row.
   LB_MEMBER unsigned sum_row() const { return lane % 16 + 16 * (lane / 32); }
 
@@ -139,7 +166,7 @@ LB_INLINE void copy_tile(Memory& lds, isa::Buffer from, int tile, unsigned to, u
 }
 
 template <class R> LB_INLINE unsigned value_scale(const AttentionArgs& args, int kv_head) {
-  return R::block_scales ? 127 : scale_code<typename R::VRule>(args.peak[kv_head]);
+  return R::block_scales ? 127 : scale_code<typename R::VRule>((unsigned)isa::uniform((int)args.peak[kv_head]));
 }
 
 template <int TYPE> LB_INLINE void put_output(LB_GLOBAL u8* to, v4f x, int count) {
@@ -152,7 +179,8 @@ template <int TYPE> LB_INLINE void put_output(LB_GLOBAL u8* to, v4f x, int count
   }
 }
 
-template <class R, class Softmax, class Memory> LB_INLINE void attend(const AttentionArgs& args, Memory& lds) {
+/// The kernel; W is `Wave`.
+template <class R, class W, class Memory> LB_INLINE void attend(const AttentionArgs& args, Memory& lds) {
   using S = Slots<R>;
   unsigned lane = isa::lane(), wave = isa::wave(), late = wave / HALF, worker = wave % HALF;
   int tile_of = (int)isa::group() % args.query_tiles, head = (int)isa::group() / args.query_tiles % args.query_heads;
@@ -165,6 +193,7 @@ template <class R, class Softmax, class Memory> LB_INLINE void attend(const Atte
     keys = clamped(args.key_starts[batch + 1], args.keys) - clamped(args.key_starts[batch], args.keys);
   }
   if (args.lengths) keys = clamped(args.lengths[batch], keys);
+  keys = clamped(keys, args.key_tiles * TILE);   // a bound that does not hold must not lead past the packed keys
   if (tile_of * QUERY_TILE >= rows) return;
   int row = tile_of * QUERY_TILE + (int)(wave * ROWS + lane % 32);
   long long out_row = first_row + row;
@@ -172,24 +201,12 @@ template <class R, class Softmax, class Memory> LB_INLINE void attend(const Atte
   LB_GLOBAL float* lse = args.lse + (args.query_starts ? first_row : batch * args.lse_batch) + head * args.lse_head + row;
   int tiles = (keys + TILE - 1) / TILE, end = (tiles + 1) / 2 * 2;
 
-  Wave<R, Softmax, Memory> w(lds, lane);
-#pragma unroll
-  for (int i = 0; i < 4; i++) w.o[i] = Softmax::splat(0.0f);
-  w.p[0] = w.p[1] = typename Softmax::Probabilities{};
+  W w(lds, lane);
   bool bad = false;
   if (tiles > 0) {
     long long group_of = ((long long)(batch * args.query_heads + head) * args.query_tiles + tile_of) * ATTENTION_WAVES + wave;
-    const LB_GLOBAL u8* from = args.query + group_of * GROUP<R::qk>;
-    v4u planes[PLANES<R::qk>];
-#pragma unroll
-    for (int i = 0; i < PLANES<R::qk>; i++) planes[i] = *(const LB_GLOBAL v4u*)(from + i * PLANE + 16 * lane);
-    w.q = split<R::qk>(planes);
-    w.q_scales = *(const LB_GLOBAL unsigned short*)(from + PAIR<R::qk> + 2 * lane);
+    w.load_query(args.query + group_of * GROUP<R::qk>);
     w.v_scale = (int)value_scale<R>(args, kv_head);
-    // Rows 0-7 of the 16x16 sum take the lanes of queries 0-15 (blocks 0 and 2 of k), rows 8-15 those of queries 16-31.
-    unsigned one = !w.NARROW_SUM || (lane % 16 < 8) == (lane / 16 % 2 == 0) ? 0x22222222u : 0u;
-    w.ones = v4u{one, one, one, one};
-    w.sum = v4f{0, 0, 0, 0}, w.wide_sum = Softmax::splat(0.0f);
 
     const LB_GLOBAL u8* all_keys = args.key + (long long)kv_head * args.key_tiles * S::KEY;
     const LB_GLOBAL u8* all_values = args.value + (long long)kv_head * args.key_tiles * S::VALUE;
@@ -208,9 +225,7 @@ template <class R, class Softmax, class Memory> LB_INLINE void attend(const Atte
     else copy_keys(0, 0);
     isa::wait_copies();
     isa::barrier();
-    w.template scores<0>(Softmax::splat(0.0f));
-    w.mask(keys);
-    w.softmax.freeze(w.peak());
+    w.start(keys);
 
     // Vector phase S(j), then matrix phase M(j + 1). MASKED is the last pair: 1 its first tile, 2 its second.
     auto round = [&](int j, auto slot, auto masked) __attribute__((always_inline)) {
@@ -224,14 +239,14 @@ template <class R, class Softmax, class Memory> LB_INLINE void attend(const Atte
       if constexpr (MASKED == 0) { if (!is_late()) copy_keys(j + 2, SLOT); }
       w.template outputs<SLOT>();
       isa::keep_order();   // or the reads of K are hoisted over PV, and spill
-      if constexpr (MASKED < 2) w.template scores<1 - SLOT>(w.softmax.seed);
+      if constexpr (MASKED < 2) w.template scores<1 - SLOT>();
       w.pin_accumulators();
       if (is_late()) isa::wait_copies();
       isa::barrier();
     };
     if (is_late()) isa::barrier();
     else copy_keys(1, 1);
-    w.template scores<0>(w.softmax.seed);
+    w.template scores<0>();
     isa::barrier();
     int j = 0;
 #pragma clang loop unroll(disable)
@@ -243,12 +258,10 @@ template <class R, class Softmax, class Memory> LB_INLINE void attend(const Atte
     round(j + 1, Int<1>{}, Int<2>{});
     if (!is_late()) isa::barrier();
     // NaN or Inf in a row of Q, or in any key of the head, is every score's: maxima and conversions would lose it.
-    float mine = (w.q_scales & 255) == 255 || w.q_scales >> 8 == 255 ? 1.0f : 0.0f;
-    bad = args.broken[kv_head] != 0 || Softmax::over_halves(mine) > 0.0f;
+    bad = w.broken_query() || args.broken[kv_head] != 0;
   }
 
-  float total = 1.0f;
-  if (tiles > 0) total = w.NARROW_SUM ? isa::from_lane(w.sum[0], lane % 16 + 32 * (lane / 16 % 2)) : w.wide_sum[0];
+  float total = tiles > 0 ? w.row_sum() : 1.0f;
   unsigned nan = 0x7fc00000u;
   isa::pin(nan);   // a constant NaN would let the compiler, told that there are none, drop the choice
   total = isa::bits<float>(tiles > 0 && (bad || total == 0.0f) ? nan : isa::bits<unsigned>(total));
@@ -264,5 +277,5 @@ template <class R, class Softmax, class Memory> LB_INLINE void attend(const Atte
       else if (args.type == 1) put_output<1>(out + 2 * channel, x, count);
       else put_output<2>(out + 4 * channel, x, count);
     }
-  if (lane < 32) *lse = tiles > 0 ? w.softmax.log_sum(total) : -__builtin_inff();
+  if (lane < 32) *lse = tiles > 0 ? w.log_sum(total) : -__builtin_inff();
 }

@@ -234,6 +234,16 @@ LB_INLINE unsigned thread() { return emulator::current; }
 LB_INLINE unsigned group() { return emulator::group; }
 LB_INLINE unsigned lane() { return emulator::current % WAVE; }
 LB_INLINE unsigned wave() { return emulator::current / WAVE; }
+LB_INLINE int uniform(int x) {
+  using namespace emulator;
+  lanes[current].in.x = (unsigned)x;
+  return (int)together(4, [](Lane* wave) {
+    for (int i = 0; i < WAVE; i++) {
+      if (wave[i].in.x != wave[0].in.x) fail("a value taken for uniform differs between lanes");
+      wave[i].out.x = wave[0].in.x;
+    }
+  }).x;
+}
 LB_INLINE void barrier() {
   using namespace emulator;
   if (++workgroup.arrived < count) { wait_for(workgroup.generation); return; }

@@ -53,7 +53,9 @@ template <class To, class From> LB_INLINE To bits(From x) { return __builtin_bit
 
 /// The LDS of the kernels in this file, in bytes.
 #ifdef __HIP__
-#define LB_LDS_BYTES(size) __attribute__((shared, aligned(16))) u8 lds_memory[size]
+#define LB_LDS_BYTES(size)                                     \
+  __attribute__((shared, aligned(16))) static u8 lds_array[size]; \
+  LB_LDS u8* const lds_memory = (LB_LDS u8*)lds_array
 #else
 #define LB_LDS_BYTES(size) [[clang::loader_uninitialized]] static LB_LDS __attribute__((aligned(16))) u8 lds_memory[size]
 #endif
@@ -65,6 +67,10 @@ LB_INLINE unsigned group() { return __builtin_amdgcn_workgroup_id_x(); }
 LB_INLINE unsigned lane() { return __builtin_amdgcn_mbcnt_hi(~0u, __builtin_amdgcn_mbcnt_lo(~0u, 0)); }
 /// The wave's index in its workgroup, in a scalar register.
 LB_INLINE unsigned wave() { return __builtin_amdgcn_readfirstlane(__builtin_amdgcn_workitem_id_x() / WAVE); }
+
+/// A value that all lanes have, in a scalar register: a load that the compiler does not know to be uniform would turn every buffer
+/// that depends on it into a loop over lanes.
+LB_INLINE int uniform(int x) { return __builtin_amdgcn_readfirstlane(x); }
 
 /// Waits for this wave's copies to LDS.
 LB_INLINE void wait_copies() { __builtin_amdgcn_s_waitcnt(0x0f70); }

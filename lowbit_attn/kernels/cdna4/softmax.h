@@ -105,6 +105,7 @@ template <class R> struct Fused {
     if (!R::block_scales) m0 = m1 = over_halves(m1);
     unsigned scales = (isa::pack_unorm16(m0, m1) + Scale::CARRY * 0x10001u) << 1;
     unsigned e0 = isa::field(scales, 8, 8), e1 = R::block_scales ? isa::field(scales, 24, 8) : e0;
+    if (R::block_scales) isa::pin(e0);   // a field and an add that shifts; seen through, they become three instructions
     v16u c0, c1;
     stage_a(s[0], s[1], c0), stage_a(s[2], s[3], c1);
     p[0] = stage_b(c0, isa::bits<float>((e0 << 23) - ((unsigned)Scale::LIFT << 23)), p[0]);

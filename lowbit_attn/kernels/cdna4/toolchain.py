@@ -63,6 +63,13 @@ def assembly(unit: str, to: Path, source: Path | None = None) -> str:
     return to.read_text()
 
 
+def hip_assembly(unit: str, to: Path) -> str:
+    """The same through the HIP front end, whose spellings hiprtc needs."""
+    _zig("clang", "-x", "hip", f"--offload-arch={ARCHITECTURE}", "--cuda-device-only", "-nogpulib", "-nogpuinc", f"-I{SOURCES}",
+         *flags(unit), SOURCES / f"{unit}.hip.cpp", "-S", "-o", to)
+    return to.read_text()
+
+
 def code_object(unit: str, to: Path) -> Path:
     """A gfx950 code object of a unit; compiling and linking in one step fails."""
     compiled = to.with_suffix(".o")
