@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
-WAN = ("--device cpu --blocks 2 --frames 5 --height 32 --width 32 --heads 1 --repeats 1").split()
+WAN = ["--device", "cpu", "--blocks", "2", "--frames", "5", "--height", "32", "--width", "32", "--heads", "1", "--repeats", "1"]
 
 
 def run(script, *arguments):

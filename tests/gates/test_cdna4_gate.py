@@ -127,15 +127,16 @@ def test_the_loop_copies_reads_and_waits_as_scheduled(kernels, recipe):
     assert sum(x.kind == "memory" for x in loop) == COPIES[recipe]
     assert len(waits) == 2 * TILES, "a wait for copies that the schedule does not have ends the prefetch"
     assert sum(x.opcode == "s_barrier" for x in loop) == 2 * TILES
-    assert not any(x.opcode.startswith(("v_readfirstlane", "s_and_saveexec")) for x in loop), "a buffer descriptor that is not uniform"
+    loops_over_lanes = ("v_readfirstlane", "s_and_saveexec")
+    assert not any(x.opcode.startswith(loops_over_lanes) for x in loop), "a buffer descriptor that is not uniform"
 
 
 def test_nothing_spills_and_everything_fits(kernels):
     for name, kernel in kernels.items():
         assert not any(x.kind == "scratch" for x in kernel.instructions), name
-        figures_of = kernel.metadata
-        assert (figures_of["vgpr_spill_count"], figures_of["sgpr_spill_count"], figures_of["private_segment_fixed_size"]) == (0, 0, 0)
-        assert figures_of["group_segment_fixed_size"] <= 160 << 10
+        for kind in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"):
+            assert kernel.metadata[kind] == 0, (name, kind)
+        assert kernel.metadata["group_segment_fixed_size"] <= 160 << 10, name
 
 
 @every_recipe
@@ -167,7 +168,7 @@ def test_arguments_lie_as_the_kernels_read_them(kernels):
 def test_shipped_code_objects_are_those_of_the_sources(tmp_path):
     assert build.stale() is None, f"{build.stale()}: run `python -m lowbit_attn.kernels.cdna4.build`"
     require_compiler()
-    if toolchain.COMPILER == installed_compiler():
+    if installed_compiler() == toolchain.COMPILER:
         assert build.build(tmp_path) == build.read_record()
 
 

@@ -1,7 +1,7 @@
 """`python -m lowbit_attn.kernels.cdna4.build`: makes the code objects that the wheel ships, with the ziglang wheel.
 
 Writes `prebuilt/<unit>.hsaco` and `prebuilt/record.json`: the hash of sources and flags that they were made from, the compiler,
-and the hash of each file. `--check` writes nothing and fails where the sources have moved on. Running it twice gives the same bytes.
+and the hash of each file. `--check` writes nothing and fails where the sources have moved on. Two runs give the same bytes.
 """
 
 import argparse
