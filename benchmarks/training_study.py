@@ -10,6 +10,7 @@ it into docs/training.md. --tiny is for a CPU. With --seconds no run is begun th
 """
 
 import argparse
+import gc
 import json
 import platform
 import time
@@ -83,6 +84,7 @@ def run_all(options: argparse.Namespace, settings: Settings) -> None:
             return
         run = train(chosen, seed, settings, data, device, compiled, environment(device),
                     lambda line, title=f"{name}:{seed}": print(f"{title} {line}", flush=True))  # type: ignore[misc]
+        gc.collect()  # the graph of the run that ended holds its memory
         longest = max(longest, run.seconds)
         path.write_text(json.dumps(asdict(run)) + "\n")
         print(f"{name}:{seed} took {run.seconds:.1f} s, {run.milliseconds_per_step:.2f} ms a step, "

@@ -2,9 +2,9 @@
 
 Every control is the product's own operators with one mistake, a mistake that others have made:
 
-    wrong-dO          D is summed from dO as it came, dP from the codes of dO (FLAMIA 4.5)
-    wrong-P           the forward approximates the exponential, the backward rebuilds P with the exact one (FLAMIA 4.5)
-    leak-V-tensor     V has one floor-rounded scale for all tokens of a head, so that later tokens move earlier outputs
+    wrong-dO          D is summed from dO as it came, dP and dV from a dO of 4 bits (FLAMIA 4.5)
+    wrong-P           the backward rebuilds P without the causal mask, from an lse that knows only visible keys
+    leak-V-tensor     V is 4-bit with one floor-rounded scale for all tokens of a head: later tokens move all earlier outputs
     leak-V-groups     V is 4-bit with scales shared by 32 keys, across the causal diagonal (FLAMIA 3.2)
 """
 
@@ -64,56 +64,61 @@ def _product(recipe: str) -> Attend:
     return attend
 
 
-class _RawDelta(torch.autograd.Function):
-    """The identity on (output, lse) whose backward turns D = sum(O dO') of the rounded dO' into sum(O dO), through dlse."""
+def _rounded(x: Tensor, element: str, layout: str, rule: str = "ceil", axis: int = -1) -> Tensor:
+    """What quantization in another format leaves of x, in x's dtype."""
+    kept = formats.round_to_blocks(x, formats.element_format(element), formats.block_layout(layout), rule, axis=axis)
+    return kept.to(x.dtype)
+
+
+class _OtherDelta(torch.autograd.Function):
+    """The identity on (output, lse). Its backward hands on dO' in 4 bits, and through dlse turns sum(O dO') into sum(O dO)."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(output)
+        ctx.set_materialize_grads(False)
         return output.view_as(output), lse.view_as(lse)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        [output] = ctx.saved_tensors
-        grad = grads[0]
-        if grad is None:
-            return None, grads[1]
-        coded = resolve(RECIPE).do
-        rounded = formats.round_to_blocks(grad, formats.element_format(coded.element), formats.block_layout(coded.layout),
-                                          coded.rule)
-        difference = (output.float() * (rounded - grad.float())).sum(-1)
-        return grad, difference if grads[1] is None else grads[1] + difference
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, Tensor]:
+        [output], [grad, _] = ctx.saved_tensors, grads
+        assert grad is not None  # nothing reads the lse
+        coarse = _rounded(grad, "e2m1", "token_block")
+        return coarse, (output.float() * (coarse.float() - grad.float())).sum(-1)
 
 
 def wrong_do(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """D of another dO than dP's."""
+    """D of another dO than that of dP and dV."""
     result = lowbit_attn.attention(query, key, value, recipe=RECIPE, is_causal=True, return_lse=True)
     assert isinstance(result, tuple)
-    return _RawDelta.apply(*result)[0]  # type: ignore[no-any-return]
+    return _OtherDelta.apply(*result)[0]  # type: ignore[no-any-return]
 
 
-class _OtherExponential(torch.autograd.Function):
-    """The forward of `mxfp8_fast`, whose probabilities are approximate, with the backward of `mxfp8` on its codes."""
+class _OtherMask(torch.autograd.Function):
+    """The recipe's forward under the causal mask; its backward on the same codes and lse without it."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ctx.backend = lowbit_attn.explain(RECIPE, query.device).backend
-        native = (x.transpose(1, 2) for x in (query, key, value))
-        results = torch.ops.lowbit_attn.attention_forward(*native, None, "mxfp8_fast", True, False, None, True, False,
+        results = torch.ops.lowbit_attn.attention_forward(*_native(query, key, value), None, RECIPE, True, False, None, True, False,
                                                           ctx.backend, None)
         ctx.save_for_backward(*results)
         return results[0].transpose(1, 2)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        found = torch.ops.lowbit_attn.attention_backward(grads[0].transpose(1, 2), None, *ctx.saved_tensors, None, RECIPE, True,
-                                                         False, None, False, ctx.backend, None)
-        return tuple(x.transpose(1, 2) for x in found)
+        return _native(*torch.ops.lowbit_attn.attention_backward(*_native(grads[0]), None, *ctx.saved_tensors, None, RECIPE, False,
+                                                                 False, None, False, ctx.backend, None))
+
+
+def _native(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """From [B, H, S, D] to the operators' [B, S, H, D], or back."""
+    return tuple(x.transpose(1, 2) for x in tensors)
 
 
 def wrong_p(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Other probabilities in the forward than in the backward."""
-    return _OtherExponential.apply(query, key, value)  # type: ignore[no-any-return]
+    """P of keys that the forward hid."""
+    return _OtherMask.apply(query, key, value)  # type: ignore[no-any-return]
 
 
 def _with_rounded_v(element: str, layout: str, rule: str, axis: int) -> Attend:
@@ -123,8 +128,7 @@ def _with_rounded_v(element: str, layout: str, rule: str, axis: int) -> Attend:
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with torch.no_grad():
-            rounded = formats.round_to_blocks(value, formats.element_format(element), formats.block_layout(layout), rule, axis=axis)
-            correction = rounded - value.float()
+            correction = _rounded(value.float(), element, layout, rule, axis) - value.float()
         return product(query, key, (value.float() + correction).to(value.dtype))
 
     return attend
@@ -133,6 +137,6 @@ def _with_rounded_v(element: str, layout: str, rule: str, axis: int) -> Attend:
 CONTROLS: dict[str, Attend] = {
     "wrong-dO": wrong_do,
     "wrong-P": wrong_p,
-    "leak-V-tensor": _with_rounded_v("e4m3", "per_tensor", "floor", -1),
+    "leak-V-tensor": _with_rounded_v("e2m1", "per_tensor", "floor", -1),
     "leak-V-groups": _with_rounded_v("e2m1", "mx32", "ceil", -2),
 }

@@ -17,7 +17,7 @@ GRADIENTS = 10.0
 
 
 LEAKS = 3.0
-"""Later bytes that move earlier logits of their own block so many times as far as in the unspoiled run have leaked."""
+"""Later tokens that move earlier outputs of their own block so many times as far as in the unspoiled run have leaked."""
 
 
 def load(folder: Path) -> list[Run]:
@@ -96,8 +96,8 @@ def _leaks(control: Run, honest: Run) -> list[str]:
         return []
     found = []
     if control.leak["blocks"] and not honest.leak["blocks"]:
-        found.append(f"later bytes move logits of earlier blocks by {control.leak['blocks']:.3g}")
+        found.append(f"later tokens move outputs of earlier blocks by {control.leak['blocks']:.2%}")
     if control.leak["within"] > LEAKS * honest.leak["within"]:
-        found.append(f"later bytes move earlier logits of their own block by {control.leak['within']:.3g}, "
-                     f"{honest.leak['within']:.3g} in {honest.variant}")
+        found.append(f"later tokens move earlier outputs of their own block by {control.leak['within']:.2%}, "
+                     f"{honest.leak['within']:.2%} in {honest.variant}")
     return found

@@ -7,6 +7,7 @@ and for every attention: runs differ in nothing else.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,12 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), -1).to(x.dtype)
 
 
+@lru_cache(maxsize=1)
+def _compiled() -> tuple[Callable, Callable]:
+    """Both functions, for all models of a process: runs of one seed differ in nothing but attention."""
+    return tuple(torch.compile(part, fullgraph=True, dynamic=False) for part in (before, after))  # type: ignore[return-value]
+
+
 class Layer(nn.Module):
     """The weights of one layer."""
 
@@ -85,11 +92,13 @@ class GPT(nn.Module):
         self.before, self.after = before, after
 
     def compile_parts(self) -> None:
-        """Compile what is not attention; it stays two functions that all models of a process share."""
-        self.before, self.after = torch.compile(before, fullgraph=True), torch.compile(after, fullgraph=True)
+        """Compile what is not attention."""
+        self.before, self.after = _compiled()
 
     def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
-        x = F.embedding(tokens, self.embedding)
+        # A product with ones and zeros: unlike that of a table, its gradient is summed in the same order every time.
+        chosen = tokens[..., None] == torch.arange(VOCABULARY, device=tokens.device)
+        x = (chosen.to(self.embedding.dtype) @ self.embedding).float()  # what layers add to stays float32 under autocast
         angles = self.get_buffer("angles")[:, :tokens.shape[1]]
         for layer in self.layers:
             assert isinstance(layer, Layer)

@@ -89,8 +89,8 @@ def _controls(runs: Sequence[Run]) -> str:
 def _leak(run: Run) -> str:
     if run.leak is None:
         return ""
-    return (f", where later bytes move logits of earlier blocks of 32 by {run.leak['blocks']:.3g} and earlier logits of their own "
-            f"block by {run.leak['within']:.3g}")
+    return (f", where later tokens move outputs of earlier blocks of 32 by {run.leak['blocks']:.2%} and earlier ones of their own "
+            f"block by {run.leak['within']:.2%}")
 
 
 def _numerics(runs: Sequence[Run]) -> str:

@@ -18,8 +18,8 @@ from study.attentions import Variant, exact
 from study.model import GPT, Attend, Size
 from study.text import Text
 
-LEAK_PROBES = 4
-"""Times that later bytes are drawn anew, at each of two positions."""
+LEAK_FACTOR = 16.0
+"""What later tokens are multiplied by, to see whether earlier ones move."""
 
 EAGER_STEPS = 4
 """First steps, before the whole step becomes a CUDA graph: they compile, tune and allocate."""
@@ -41,8 +41,8 @@ class Settings:
     windows: int = 64
     """Validation windows of every evaluation; `final_windows` of the last of a whole run."""
     final_windows: int = 512
-    numerics_at: int = 3
-    """How many times in a run layers are measured against the reference."""
+    numerics_at: int = 2
+    """How many times in a recipe's run three layers are measured against the reference."""
 
     def learning_rates(self) -> Tensor:
         """Linear warm-up, then a cosine to a tenth of the peak, float32 [steps]."""
@@ -75,7 +75,7 @@ class Run:
     final: dict[str, float] | None = None
     """own and exact on more windows, of a run that went to its end."""
     leak: dict[str, float] | None = None
-    """How far later bytes move logits of earlier "blocks" of 32 bytes, and of earlier bytes "within" the same block."""
+    """How far later tokens move outputs of attention, relatively: of earlier "blocks", and earlier ones "within" their block."""
     numerics: list[dict[str, Any]] = field(default_factory=list)
     """step, layer, shares saturated and flushed of each operand, cosines with exact attention."""
     diverged_at: int | None = None
@@ -96,9 +96,8 @@ class Trainer:
         self.starts = text.training_starts(len(data.train), settings.steps, settings.batch, settings.size.context, seed).to(device)
         self.train, self.validation = data.train.to(device), data.validation.to(device)
         self.rates = settings.learning_rates().to(device)
-        self.rate = self.rates[0].clone()
-        self.optimizer = torch.optim.AdamW(self.model.parameter_groups(settings.decay), lr=self.rate, betas=(0.9, 0.95), fused=True,
-                                           **({"capturable": True} if device.type == "cuda" else {}))
+        self.optimizer = torch.optim.AdamW(self.model.parameter_groups(settings.decay), lr=self.rates[0].clone(), betas=(0.9, 0.95),
+                                           fused=True, **({"capturable": True} if device.type == "cuda" else {}))
         self.now = self.starts[0].clone()
         self.result = torch.zeros(2, device=device)
         self.history = torch.zeros(settings.steps, 2, device=device)
@@ -122,7 +121,8 @@ class Trainer:
     def step(self, number: int) -> None:
         """Train one step; on a GPU, from the fifth on, as one replay."""
         self.now.copy_(self.starts[number])
-        self.rate.copy_(self.rates[number])
+        for group in self.optimizer.param_groups:
+            group["lr"].copy_(self.rates[number])  # in place: a captured step reads these tensors
         if self.device.type == "cuda" and number == EAGER_STEPS:
             self._capture()
         if self._replay is not None:
@@ -170,39 +170,41 @@ class Trainer:
                     total[name] += float(model.loss(self._logits(tokens, attend), targets)) * len(part)
         return {name: value / count for name, value in total.items()}
 
+    def _watched(self, tokens: Tensor) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
+        """Logits, and query, key, value and output [B, H, S, D] of every layer's attention."""
+        seen: list[tuple[Tensor, ...]] = []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            seen.append((query, key, value, self.variant.attend(query, key, value)))
+            return seen[-1][-1]
+
+        with self._uncompiled():
+            return self._logits(tokens, attend), seen
+
     @torch.no_grad()
     def leak(self) -> dict[str, float]:
-        """Largest change of a logit when all bytes from some position on are drawn anew: of bytes in earlier blocks of 32, and of
-        earlier bytes of the position's own block."""
+        """What later tokens do to earlier outputs of attention, on the model's own activations (FLAMIA 4.5): query, key and value
+        are raised by LEAK_FACTOR from some position on. Relative changes: the largest in earlier blocks of 32 tokens, and the root
+        mean square in the position's own block; of the layer where they are largest."""
         context = self.settings.size.context
-        block = context // 2 // 32 * 32
+        block, position = context // 2 // 32 * 32, context // 2 // 32 * 32 + 16
         starts = text.validation_starts(len(self.validation), self.settings.batch, context).to(self.device)
-        tokens, _ = text.windows(self.validation, starts, context)
-        generator = torch.Generator().manual_seed(0)
         largest = {"blocks": 0.0, "within": 0.0}
-        with self._uncompiled():
-            old = self._logits(tokens, self.variant.attend).float()
-            for position in [block, block + 16] * LEAK_PROBES:
-                drawn = torch.randint(model.VOCABULARY, (self.settings.batch, context - position), generator=generator)
-                changed = torch.cat((tokens[:, :position], drawn.to(self.device)), 1)
-                moved = (old - self._logits(changed, self.variant.attend).float()).abs().amax((0, 2))
-                largest["blocks"] = max(largest["blocks"], float(moved[:block].max()))
-                if position > block:
-                    largest["within"] = max(largest["within"], float(moved[block:position].max()))
+        for *operands, output in self._watched(text.windows(self.validation, starts, context)[0])[1]:
+            raised = [torch.cat((x[:, :, :position], x[:, :, position:] * LEAK_FACTOR), 2) for x in operands]
+            old = output.float()
+            moved = old - self.variant.attend(*raised).float()
+            within = slice(block, position)
+            largest["blocks"] = max(largest["blocks"], float(moved[:, :, :block].abs().max() / old[:, :, :block].abs().max()))
+            largest["within"] = max(largest["within"], float(moved[:, :, within].norm() / old[:, :, within].norm()))
         return largest
 
     def numerics(self, step: int) -> list[dict[str, Any]]:
         """What the recipe's quantization does to Q, K, V and dO of one window in three layers, by the reference."""
         tokens, targets = text.windows(self.validation, torch.zeros(1, dtype=torch.int64, device=self.device),
                                        self.settings.size.context)
-        seen: list[tuple[Tensor, ...]] = []
-
-        def watched(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            seen.append((query, key, value, self.variant.attend(query, key, value)))
-            return seen[-1][-1]
-
-        with self._uncompiled():
-            loss = model.loss(self._logits(tokens, watched), targets)
+        logits, seen = self._watched(tokens)
+        loss = model.loss(logits, targets)
         grads = torch.autograd.grad(loss, [output for *_, output in seen])
         found = []
         for layer in sorted({0, len(seen) // 2, len(seen) - 1}):
@@ -223,7 +225,7 @@ def train(variant: Variant, seed: int, settings: Settings, data: Text, device: t
     trainer = Trainer(variant, seed, settings, data, device, compiled)
     whole = variant.kind in ("bf16", "recipe")
     last = settings.steps if whole else min(settings.steps, settings.control_steps)
-    measured_at = {round(last * (i + 1) / settings.numerics_at) for i in range(settings.numerics_at)} if whole else set()
+    measured_at = {round(last * (i + 1) / settings.numerics_at) for i in range(settings.numerics_at)}
     paces: list[float] = []
     done = 0
     while done < last:
@@ -246,7 +248,7 @@ def train(variant: Variant, seed: int, settings: Settings, data: Text, device: t
             say(f"step {done}: not finite since step {run.diverged_at}")
             break
         run.evaluations.append({"step": done, **trainer.evaluate(settings.windows)})
-        if any(before < step <= done for step in measured_at):
+        if variant.kind == "recipe" and any(before < step <= done for step in measured_at):
             run.numerics += trainer.numerics(done)
         found = run.evaluations[-1]
         say(f"step {done}: loss {run.train_loss[-1]:.4f}, validation {found['own']:.4f} own, {found['exact']:.4f} exact, "
