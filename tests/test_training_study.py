@@ -255,6 +255,10 @@ class TestVerdict:
         assert not others
         assert said in found
 
+    def test_a_change_within_rounding_is_no_leak(self):
+        honest, control = (made(RECIPE, "recipe", 0, 1.0, leak={"blocks": 0.0, "within": within}) for within in (1e-4, 1e-3))
+        assert judge.went_wrong(control, honest, 0.005) == []
+
     def test_an_unspoiled_run_has_nothing_wrong(self):
         assert judge.went_wrong(made("wrong-P", "mismatch", 0, 1.0), made(RECIPE, "recipe", 0, 1.0), 0.005) == []
 

@@ -16,8 +16,8 @@ GRADIENTS = 10.0
 """A gradient norm so many times the largest of the unspoiled run has gone wrong."""
 
 
-LEAKS = 3.0
-"""Later tokens that move earlier outputs of their own block so many times as far as in the unspoiled run have leaked."""
+LEAKS, LEAST_LEAK = 3.0, 0.01
+"""Later tokens that move earlier outputs of their own block so many times as far as in the unspoiled run, and so far, leak."""
 
 
 def load(folder: Path) -> list[Run]:
@@ -97,7 +97,7 @@ def _leaks(control: Run, honest: Run) -> list[str]:
     found = []
     if control.leak["blocks"] and not honest.leak["blocks"]:
         found.append(f"later tokens move outputs of earlier blocks by {control.leak['blocks']:.2%}")
-    if control.leak["within"] > LEAKS * honest.leak["within"]:
+    if control.leak["within"] > max(LEAST_LEAK, LEAKS * honest.leak["within"]):
         found.append(f"later tokens move earlier outputs of their own block by {control.leak['within']:.2%}, "
                      f"{honest.leak['within']:.2%} in {honest.variant}")
     return found
