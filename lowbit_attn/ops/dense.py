@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_attn.ops import hopper, validation
+from lowbit_attn.ops import hopper, portable, validation
 from lowbit_attn.ops.dispatch import require_backend, warn_backward
 from lowbit_attn.ops.registration import (
     refuse_double_backward,
@@ -62,9 +62,10 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, key_lengths: Te
     if key_lengths is not None:
         validation.check_key_lengths_values(key_lengths, key.shape[1])
     require_backend(backend)
-    if backend == "hopper":
-        return hopper.forward(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]
-                              bottom_right=bottom_right, key_lengths=key_lengths)
+    if backend != "reference":
+        kernels = {"hopper": hopper.forward, "triton": portable.forward}[backend]
+        return kernels(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]
+                       bottom_right=bottom_right, key_lengths=key_lengths)
     visibility = _visibility(query, key.shape[1], key_lengths, is_causal, bottom_right)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     result = forward(q, k, v, parsed, visibility, scale=scale, save=save)

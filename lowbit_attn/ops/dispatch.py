@@ -29,11 +29,16 @@ class Device:
 
 @dataclass(frozen=True)
 class Backend:
-    """`refusal(recipe, device)` says why this backend cannot run, or None; `precision` is what its matrix units compute in."""
+    """`refusal(recipe, device)` says why this backend cannot run, or None; `precision` is what its matrix units compute in, and
+    starts with "emulated" where they do not compute in the recipe's own formats."""
 
     name: str
-    precision: str
+    precision: str | Callable[[Recipe, Device], str]
     refusal: Callable[[Recipe, Device], str | None]
+
+    def precision_of(self, recipe: Recipe, device: Device) -> str:
+        """The precision for a recipe and device that it does not refuse."""
+        return self.precision if isinstance(self.precision, str) else self.precision(recipe, device)
 
 
 def _kernels_missing(architectures: tuple[str, ...]) -> Callable[[Recipe, Device], str | None]:
@@ -66,12 +71,28 @@ def _hopper_refusal(recipe: Recipe, device: Device) -> str | None:
     return None
 
 
+def _portable_refusal(recipe: Recipe, device: Device) -> str | None:
+    from lowbit_attn.kernels.portable import support
+
+    if device.type != "cuda":
+        return f"needs a GPU, this device is {device}"
+    if find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
+    return support.refusal(recipe, device.architecture)
+
+
+def _portable_precision(recipe: Recipe, device: Device) -> str:
+    from lowbit_attn.kernels.portable import support
+
+    return support.precision(recipe, device.architecture)
+
+
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("hopper", "fp8 tensor cores", _hopper_refusal),
         Backend("cdna4", "MX matrix cores", _kernels_missing(("gfx950",))),
-        Backend("triton", "block-scaled matrix units", _kernels_missing(("sm_100", "sm_103", "gfx950"))),
+        Backend("triton", _portable_precision, _portable_refusal),
         Backend("reference", "emulated: PyTorch operations in float32 on quantized values", lambda recipe, device: None),
     )
 }
@@ -110,7 +131,7 @@ def explain(recipe: Recipe, device: Device) -> Explanation:
     for backend in BACKENDS.values():
         reason = backend.refusal(recipe, device)
         if reason is None:
-            return Explanation(recipe.canonical, device, backend.name, backend.precision, tuple(passed_over))
+            return Explanation(recipe.canonical, device, backend.name, backend.precision_of(recipe, device), tuple(passed_over))
         passed_over.append((backend.name, reason))
     raise RuntimeError(f"no backend runs {recipe.canonical} on {device}")
 
@@ -120,7 +141,7 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, LowbitFallbackWarning, stacklevel=4)
 
 
-def require_backend(name: str, implemented: tuple[str, ...] = ("reference", "hopper")) -> None:
+def require_backend(name: str, implemented: tuple[str, ...] = ("reference", "hopper", "triton")) -> None:
     """Operators take the name of a backend that they implement; the public calls choose one."""
     if name not in implemented:
         raise ValueError(f"backend: got {name!r}; accepted by this operator: {', '.join(implemented)}")
@@ -141,6 +162,9 @@ def choose(recipe_text: str, device: torch.device, requested: str | None) -> str
         if explanation.backend == "reference":
             _warn_once(f"lowbit_attn: {recipe.name} on {described} runs the PyTorch reference: exact numbers, no speed. "
                        "lowbit_attn.explain() says why; backend='reference' asks for it and silences this.")
+        elif explanation.precision.startswith("emulated"):
+            _warn_once(f"lowbit_attn: {recipe.name} on {described} runs backend {explanation.backend!r}, {explanation.precision}: "
+                       f"no faster than bf16. backend={explanation.backend!r} asks for it and silences this.")
         return explanation.backend
     if requested not in BACKENDS:
         raise ValueError(f"backend: got {requested!r}; accepted: None, {', '.join(BACKENDS)}")

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_attn.ops import hopper, validation
+from lowbit_attn.ops import hopper, portable, validation
 from lowbit_attn.ops.dense import Outputs, require_causal, require_trainable
 from lowbit_attn.ops.dispatch import require_backend, warn_backward
 from lowbit_attn.ops.registration import (
@@ -41,9 +41,10 @@ def varlen_attention_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_q
     validation.check_cu_seq_values("cu_seq_q", cu_seq_q, query.shape[0], max_q)
     validation.check_cu_seq_values("cu_seq_k", cu_seq_k, key.shape[0], max_k)
     require_backend(backend)
-    if backend == "hopper":
-        return hopper.forward(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]
-                              cu_seq=(cu_seq_q, cu_seq_k))
+    if backend != "reference":
+        kernels = {"hopper": hopper.forward, "triton": portable.forward}[backend]
+        return kernels(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]
+                       cu_seq=(cu_seq_q, cu_seq_k))
     result = varlen_forward(query, key, value, cu_seq_q, cu_seq_k, parsed, is_causal=is_causal, scale=scale, save=save)
     saved = flatten_saved(result.saved, packed=True) if result.saved else empty_saved(query, key, value, parsed, False)
     return (result.output.to(query.dtype).contiguous(), result.lse.contiguous(), *saved)  # type: ignore[return-value]

@@ -21,14 +21,18 @@ TARGET = GPUTarget("cuda", 90, 32)
 PROCESSORS = 132
 
 
-class _Hopper:
+@dataclass(frozen=True)
+class _Driver:
     """As much of a Triton driver as a launch asks before it compiles."""
 
+    target: GPUTarget
+
     def get_current_target(self) -> GPUTarget:
-        return TARGET
+        return self.target
 
     def get_current_device(self) -> int:
-        return -1  # kernels keep a cache per device: a real one is left alone
+        # Kernels keep a cache per device, target included: real ones are left alone, and every target has its own.
+        return -int(str(self.target.arch).removeprefix("gfx"))
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -80,8 +84,8 @@ def calls(everything: bool) -> Iterator[Call]:
             yield Call(recipe, 128, causal=causal, packed=packed)
 
 
-def caught(run: Callable[[], None]) -> list[tuple[JITFunction, dict, dict, dict, dict]]:
-    """Function, signature, constants, attributes and options of each compilation that `run` asks of Triton."""
+def caught(run: Callable[[], None], target: GPUTarget = TARGET) -> list[tuple[JITFunction, dict, dict, dict, dict]]:
+    """Function, signature, constants, attributes and options of each compilation that `run` asks of Triton for `target`."""
     found = []
 
     def record(function: JITFunction, key: Any, signature: dict, device: int, constants: dict, options: Any, attributes: dict,
@@ -90,7 +94,7 @@ def caught(run: Callable[[], None]) -> list[tuple[JITFunction, dict, dict, dict,
 
     with ExitStack() as stack:
         before = driver.active if driver._active is not None else None
-        driver.set_active(_Hopper())
+        driver.set_active(_Driver(target))
         stack.callback(driver.set_active, before)
         stack.enter_context(patch.object(JITFunction, "_do_compile", record))
         stack.enter_context(patch.object(torch.cuda, "device", lambda device: nullcontext()))

@@ -1,28 +1,17 @@
 """The tiling tables equal a plain Python model, whatever the documents; run in Triton's interpreter, so no GPU is needed."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from interpreted import only_interpreted, run_interpreted, starts_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROWS = 192
 
 
-def run_interpreted(test: str) -> None:
-    """Triton reads TRITON_INTERPRET when it is imported, so interpreted tests run in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{Path(__file__)}::{test}"]
-    result = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="starts the interpreter")
+@starts_interpreter
 def test_tables_equal_the_python_model():
-    run_interpreted("TestInterpreted")
+    run_interpreted(__file__, "TestInterpreted")
 
 
 def clamp(x, low, high):
@@ -64,7 +53,7 @@ def packed_lengths(cu, tokens, valid):
     return [(*row, 0 if n == len(rows) - 1 else row[1]) for n, row in enumerate(rows)]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+@only_interpreted
 class TestInterpreted:
     @pytest.mark.parametrize("align", ["none", "top_left", "bottom_right"])
     @pytest.mark.parametrize(("queries", "keys", "lengths"), [(1, 1, None), (192, 128, None), (193, 129, None),

@@ -1,9 +1,12 @@
 """Dispatch gives a recipe to the Hopper kernels exactly where they compute it, and says why where they do not."""
 
+import re
+import warnings
+
 import pytest
 import torch
 
-from lowbit_attn.ops import Device
+from lowbit_attn.ops import Device, dispatch
 from lowbit_attn.ops.dispatch import explain
 from lowbit_attn.recipes import RECIPES, resolve
 
@@ -25,7 +28,7 @@ REFUSED = ["mxfp8:causal_safety=exact", "mxfp8:row_sum=quantized", "mxfp8:maximu
 @pytest.mark.parametrize("recipe", REFUSED)
 def test_what_they_do_not(recipe):
     explanation = explain(resolve(recipe), HOPPER)
-    assert explanation.backend == "reference"
+    assert explanation.backend in ("triton", "reference")
     assert dict(explanation.passed_over)["hopper"]
 
 
@@ -35,7 +38,44 @@ def test_other_architectures_are_told_what_they_lack(architecture):
     assert reasons["hopper"] == f"needs sm_90, this device is cuda ({architecture})"
 
 
-@pytest.mark.parametrize("backend", ["", "triton", "foo"])
+PORTABLE = {  # recipe, architecture -> the start of what multiplies
+    ("mxfp8", "sm_80"): "emulated: bf16", ("mxfp8", "sm_100"): "native: block-scaled MXFP8", ("mxfp8", "gfx942"): "emulated: bf16",
+    ("mxattention", "sm_103"): "native: block-scaled MXFP4", ("nvfp4_fp8", "sm_100"): "native: block-scaled NVFP4 and MXFP8",
+    ("nvfp4_fp8", "gfx950"): "emulated: bf16", ("mxattention", "sm_90"): "emulated: bf16"}
+
+
+@pytest.mark.parametrize(("recipe", "architecture"), PORTABLE)
+def test_what_the_portable_kernels_compute_and_how(recipe, architecture):
+    explanation = explain(resolve(recipe), Device("cuda", architecture))
+    assert explanation.backend == "triton"
+    assert explanation.precision.startswith(PORTABLE[recipe, architecture])
+
+
+@pytest.mark.parametrize(("recipe", "architecture", "reason"), [
+    ("fused_mxfp6", "sm_100", "Triton has no FP6 operands"), ("mxfp8", "sm_75", "needs one of sm_80"), ("mxfp8", None, "no GPU")])
+def test_pairs_that_they_do_not_compute_are_named(recipe, architecture, reason):
+    explanation = explain(resolve(recipe), Device("cuda", architecture))
+    assert explanation.backend == "reference"
+    assert reason in dict(explanation.passed_over)["triton"]
+
+
+@pytest.mark.parametrize(("recipe", "architecture", "warning"), [
+    ("mxfp8", "sm_100", None), ("mxfp8", "sm_86", "mxfp8 on cuda .sm_86. runs backend 'triton', emulated: bf16")])
+def test_an_emulated_choice_warns_once_by_name(recipe, architecture, warning, monkeypatch):
+    monkeypatch.setattr(dispatch, "describe", lambda device: Device("cuda", architecture))
+    dispatch._warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert dispatch.choose(recipe, torch.device("cpu"), None) == "triton"
+    assert len(caught) == (warning is not None)
+    assert all(re.search(warning, str(x.message)) for x in caught)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dispatch.choose(recipe, torch.device("cpu"), "triton") == "triton"
+
+
+@pytest.mark.parametrize("backend", ["", "cdna4", "foo"])
 def test_operators_refuse_a_backend_that_they_do_not_implement(backend):
     x, cu = torch.zeros(1, 8, 1, 64), torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match=f"backend: got '{backend}'"):

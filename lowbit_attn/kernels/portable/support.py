@@ -1,0 +1,48 @@
+"""Which recipes the portable kernels compute, where, and at which precision; imports no Triton."""
+
+from lowbit_attn.kernels.portable.targets import TARGETS
+from lowbit_attn.recipes import KEY_TILE, Recipe
+
+LAYOUTS = {"qk": ("token_block", "per_row", "mx32", "nvfp16", "nvfp16_token"), "p": ("fixed", "mx32", "per_row"),
+           "v": ("token_block", "per_row", "mx32", "per_tensor")}
+"""Block layouts of the forward's operands."""
+
+EXPONENTIALS = ("exact", "schraudolph_u16")
+
+
+def refusal(recipe: Recipe, architecture: str | None) -> str | None:
+    """Why these kernels cannot compute a recipe on an architecture ("sm_100", "gfx950"), or None if they can."""
+    if architecture not in TARGETS:
+        return f"needs one of {', '.join(TARGETS)}, this device is {architecture or 'no GPU'}"
+    effective = recipe.effective()
+    for name, accepted in LAYOUTS.items():
+        operand = getattr(effective, name)
+        if operand.element == "e2m3":
+            return f"Triton has no FP6 operands; {name} of {recipe.canonical} is {operand}"
+        if operand.element not in ("e4m3", "e2m1"):
+            return f"its kernels multiply E4M3 and E2M1; {name} of {recipe.canonical} is {operand}"
+        if operand.layout not in accepted:
+            return f"its kernels take {name} in {', '.join(accepted)}; that of {recipe.canonical} is {operand}"
+    if effective.exponential not in EXPONENTIALS:
+        return f"its kernels compute the exponentials {', '.join(EXPONENTIALS)}; {recipe.canonical} has {effective.exponential}"
+    if effective.diagonal is not None:
+        return f"its kernels have one format of V for all tiles; {recipe.canonical} has another one on the diagonal"
+    if effective.score_accumulator != "fp32" or effective.key_tile != KEY_TILE:
+        return f"its kernels add scores in fp32 and step by {KEY_TILE} keys; {recipe.canonical} asks for something else"
+    return None
+
+
+def is_native(recipe: Recipe, architecture: str) -> bool:
+    """Whether the architecture's matrix unit takes the codes and block scales of both products of the forward."""
+    return TARGETS[architecture].is_native(recipe.effective())
+
+
+def precision(recipe: Recipe, architecture: str | None) -> str:
+    """What multiplies: "native: ..." or "emulated: ..."."""
+    if architecture is None or not is_native(recipe, architecture):
+        return "emulated: bf16 matrix units on the codes' exact values"
+    kinds = {"e4m3": "MXFP8", "e2m1": "NVFP4" if recipe.qk.layout.startswith("nvfp16") else "MXFP4"}
+    return f"native: block-scaled {' and '.join(dict.fromkeys(kinds[x.element] for x in (recipe.qk, recipe.v)))} matrix units"
+
+
+__all__ = ["is_native", "precision", "refusal"]

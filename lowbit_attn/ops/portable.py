@@ -1,0 +1,23 @@
+"""The operators' forward on backend "triton"; imports the kernels, and Triton, when it is first called."""
+
+from torch import Tensor
+
+from lowbit_attn.ops.saved import empty_saved
+from lowbit_attn.recipes import Recipe
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale: float | None, is_causal: bool, save: bool,
+            bottom_right: bool = False, key_lengths: Tensor | None = None,
+            cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
+    """Output, lse and the six tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq`, packed [T, H, D]."""
+    from lowbit_attn.kernels.portable import attention
+
+    prepared = attention.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
+                                 key_lengths=key_lengths, cu_seq=cu_seq, save=save)
+    saved: tuple[Tensor, ...] | list[Tensor] = empty_saved(query, key, value, recipe, save)
+    if save and recipe.saves_codes:
+        saved = attention.saved_for_backward(prepared)
+    elif save:
+        for copy, x in zip(saved[::2], (query, key, value), strict=True):
+            copy.copy_(x)
+    return (*attention.run(prepared), *saved)

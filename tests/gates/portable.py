@@ -1,0 +1,256 @@
+"""Compile what the portable kernels launch for every architecture, without a GPU, and look at what came out.
+
+    python tests/gates/portable.py [--everything] [--record] [--jobs N] [--json FILE] [ARCHITECTURE ...]
+
+A pair of kernel and architecture fails where the matrix instruction that its mode promises is missing or another one stands in for
+it (`tl.dot_scaled` turns into bf16 without a word where tile or warps do not fit), where it spills more than recorded_portable.json
+has for it under this Triton, and where it needs more shared memory than the chip gives a program. --record writes the spills of
+what was compiled as they are now; do that when a rise is meant, and say why in docs/kernel-log.md.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import launches  # noqa: E402
+
+from lowbit_attn.kernels.portable.targets import TARGETS  # noqa: E402
+from lowbit_attn.recipes import resolve  # noqa: E402
+
+VERSION = ".".join(triton.__version__.split(".")[:2])
+RECORDED = HERE / "recorded_portable.json"
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_103", "gfx942", "gfx950")
+RECIPES = ("mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention")
+"""One of each kind of kernel; `mxfp4_ocp` and the options of recipes change constants in them."""
+
+INSTRUCTIONS = {
+    "mxf8": r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale", "mxf4": r"tcgen05\.mma\S*kind::mxf4\.block_scale",
+    "nvf4": r"tcgen05\.mma\S*kind::mxf4nvf4\.block_scale", "tcgen05 bf16": r"tcgen05\.mma\S*kind::f16",
+    "wgmma bf16": r"wgmma\.mma_async\S*\.bf16\.bf16", "mma bf16": r"mma\.sync\S*\.bf16\.bf16",
+    "mfma scaled": r"v_mfma_scale_f32\w*_f8f6f4", "mfma bf16": r"v_mfma\w*_bf16\w*"}
+"""Matrix instructions by what they multiply; everything else is unknown and has no place in these kernels."""
+
+MATRIX = re.compile(r"tcgen05\.mma\.\S+|wgmma\.mma_async\.\S+|mma\.sync\.\S+|\bv_mfma\w+")
+
+
+def gpu_target(architecture: str) -> GPUTarget:
+    """Triton's name of an architecture."""
+    if architecture.startswith("gfx"):
+        return GPUTarget("hip", architecture, 64)
+    return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+
+
+def promised(architecture: str, recipe: str) -> set[str]:
+    """The matrix instructions of the forward: nothing else, and all of them."""
+    effective, target = resolve(recipe).effective(), TARGETS[architecture]
+    if not target.is_native(effective):
+        return {"sm_80": {"mma bf16"}, "sm_90": {"wgmma bf16"}}.get(
+            architecture, {"mfma bf16"} if architecture.startswith("gfx") else {"tcgen05 bf16"})
+    if architecture.startswith("gfx"):
+        return {"mfma scaled"}
+    kinds = {"e2m1": "nvf4" if effective.qk.layout.startswith("nvfp16") else "mxf4", "e4m3": "mxf8"}
+    return {kinds[effective.qk.element], kinds[effective.v.element]}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward call on an architecture, of a common size."""
+
+    architecture: str
+    recipe: str
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        return f"{self.architecture}-{self.recipe}-{self.head_dim}-{str(self.dtype).removeprefix('torch.')}"
+
+    def launch(self) -> None:
+        """Everything that one forward launches, as a causal call with codes saved where the recipe allows both."""
+        from lowbit_attn.kernels.portable import attention
+
+        query, key = (torch.zeros(2, 512, heads, self.head_dim, dtype=self.dtype) for heads in (16, 4))
+        recipe = resolve(self.recipe)
+        attention.run(attention.prepare(query, key, key, recipe, target=TARGETS[self.architecture], is_causal=recipe.causal,
+                                        save=recipe.trains))
+
+
+def calls(architectures: tuple[str, ...], everything: bool) -> Iterator[Call]:
+    """A call of each kind per architecture at head_dim 128; everything: every head_dim and input dtype too."""
+    for architecture in architectures:
+        for recipe in RECIPES:
+            yield Call(architecture, recipe, 128)
+            if everything:
+                for head_dim in (64, 96, 256):
+                    yield Call(architecture, recipe, head_dim)
+        if everything:
+            for dtype in (torch.float16, torch.float32):
+                yield Call(architecture, "mxfp8", 128, dtype)
+
+
+@dataclass
+class Compiled:
+    """What a kernel compiled to for an architecture; `error` instead, if it did not."""
+
+    name: str
+    architecture: str
+    promised: list[str]
+    seconds: float = 0.0
+    matrix: dict[str, int] = field(default_factory=dict)
+    registers: int = 0
+    spilled: int = 0
+    """Bytes stored and loaded (NVIDIA), vector registers (AMD)."""
+    shared: int = 0
+    error: str | None = None
+
+
+def variants(architectures: tuple[str, ...], everything: bool) -> tuple[list[tuple], list[str]]:
+    """(name, call, function, signature, constants, attributes, options) of each different launch, and the calls that failed."""
+    found: dict[str, tuple] = {}
+    failed = []
+    for call in calls(architectures, everything):
+        try:
+            caught = launches.caught(call.launch, gpu_target(call.architecture))
+        except Exception as error:  # launch code that does not fit its kernel is what this is for
+            failed.append(f"{call}: {type(error).__name__}: {error}")
+            continue
+        for number, (function, *rest) in enumerate(caught):
+            key = repr((call.architecture, function.__module__, function.__name__, *rest))
+            found.setdefault(key, (f"{function.__name__}-{call}-{number}", call, function, *rest))
+    return list(found.values()), failed
+
+
+def compile_variant(variant: tuple) -> Compiled:
+    """Compile one launch and read the assembly."""
+    name, call, function, signature, constants, attributes, options = variant
+    is_attention = function.__name__ == "attention"
+    result = Compiled(name, call.architecture, sorted(promised(call.architecture, call.recipe)) if is_attention else [])
+    knobs.compilation.always_compile = True
+    knobs.nvidia.dump_ptxas_log = True
+    start, log = time.perf_counter(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(log):
+            kernel = triton.compile(ASTSource(function, signature, constants, attributes), target=gpu_target(call.architecture),
+                                    options=options)
+    except Exception as error:  # any failure of the compiler is a result here
+        result.error = f"{type(error).__name__}: {str(error).strip()[-600:]}"
+        return result
+    result.seconds, result.shared = time.perf_counter() - start, kernel.metadata.shared
+    read(result, kernel.asm.get("ptx") or kernel.asm["amdgcn"], log.getvalue())
+    return result
+
+
+def read(result: Compiled, assembly: str, log: str) -> None:
+    """Put the assembly and ptxas's report (`-v`) into figures."""
+    for instruction in MATRIX.findall(assembly):
+        kind = next((kind for kind, pattern in INSTRUCTIONS.items() if re.match(pattern, instruction)), instruction)
+        result.matrix[kind] = result.matrix.get(kind, 0) + 1
+    if result.architecture.startswith("gfx"):
+        result.registers = max(map(int, re.findall(r"\.vgpr_count:\s+(\d+)", assembly)), default=0)
+        # Scalar registers spill into lanes of vector registers, not to memory.
+        result.spilled = sum(map(int, re.findall(r"\.vgpr_spill_count:\s+(\d+)", assembly)))
+    else:
+        result.registers = max(map(int, re.findall(r"Used (\d+) registers", log)), default=0)
+        result.spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+
+
+def problems(result: Compiled, accepted: int) -> list[str]:
+    """What is wrong with a pair; `accepted` spills are recorded for it."""
+    if result.error:
+        return [f"does not compile: {result.error}"]
+    found = []
+    if set(result.matrix) != set(result.promised):
+        found.append(f"multiplies by {result.matrix or 'nothing'}, promised: {', '.join(result.promised) or 'nothing'}")
+    if result.spilled > accepted:
+        found.append(f"spills {result.spilled}, recorded {accepted}")
+    if result.shared > (limit := TARGETS[result.architecture].shared):
+        found.append(f"needs {result.shared} bytes of shared memory, {result.architecture} gives {limit}")
+    return found
+
+
+_shared: list[tuple] = []
+
+
+def _compile_numbered(number: int) -> Compiled:
+    return compile_variant(_shared[number])
+
+
+def compile_all(found: list[tuple], jobs: int) -> list[Compiled]:
+    """One at a time to whoever is free; children inherit the imported kernels, and may be aborted by LLVM."""
+    _shared[:] = found
+    results: list[Compiled | None] = [None] * len(found)
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+        waiting = [pool.submit(_compile_numbered, number) for number in range(len(found))]
+        for number, future in enumerate(waiting):
+            with contextlib.suppress(BrokenProcessPool):
+                results[number] = future.result()
+    return [_alone(number) if result is None else result for number, result in enumerate(results)]
+
+
+def _alone(number: int) -> Compiled:
+    """A variant whose process, or a neighbour's, was aborted, once more in a process of its own."""
+    name, call, *_ = _shared[number]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        try:
+            return pool.submit(_compile_numbered, number).result()
+        except BrokenProcessPool:
+            return Compiled(name, call.architecture, [], error="the compiler aborted")
+
+
+def main() -> int:
+    """The command of this file's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help=f"of {', '.join(ARCHITECTURES)}; all by default")
+    parser.add_argument("--everything", action="store_true", help="every head_dim and dtype")
+    parser.add_argument("--record", action="store_true", help="write the spills into recorded_portable.json")
+    parser.add_argument("--kernel", default="", help="only kernels whose name starts so")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="write results and problems to this file")
+    options = parser.parse_args()
+    if unknown := set(options.architectures) - set(ARCHITECTURES):
+        parser.error(f"architecture: got {', '.join(sorted(unknown))}; accepted: {', '.join(ARCHITECTURES)}")
+    found, failed = variants(tuple(options.architectures) or ARCHITECTURES, options.everything)
+    found = [x for x in found if x[0].startswith(options.kernel)]
+    results = compile_all(found, options.jobs)
+    by_version: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
+    if options.record:
+        now = by_version.get(VERSION, {}) | {x.name: x.spilled for x in results}
+        by_version[VERSION] = {name: spilled for name, spilled in now.items() if spilled}
+        RECORDED.write_text(json.dumps(by_version, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    recorded = by_version.get(VERSION, {})
+    wrong = [f"{x.name}: {problem}" for x in results for problem in problems(x, recorded.get(x.name, 0))]
+    wrong += [f"launch {problem}" for problem in failed]
+    for x in results:
+        print(f"{x.name:56s} {x.seconds:5.1f} s  registers {x.registers:3d}  spilled {x.spilled:4d}  shared {x.shared:6d}  "
+              f"{x.matrix or 'no products'}")
+    print(f"Triton {triton.__version__}: {len(results)} pairs, {len(wrong)} problems")
+    print("\n".join(wrong))
+    if options.json:
+        report = {"triton": triton.__version__, "problems": wrong, "pairs": [asdict(x) for x in results]}
+        options.json.write_text(json.dumps(report), encoding="utf-8")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
