@@ -50,7 +50,7 @@ def add_values(total, p, code, v, v_scales, head_tile, zero, D: tl.constexpr, NA
             value_scales = tl.load(v_scales + (head_tile * D + channel)[:, None] * 4 + group[None, :])
         else:
             # One at run time: Triton 3.6 does not compile two operands that share a constant tensor of scales.
-            value_scales = tl.zeros([D, TILE // 32], tl.uint8) + (zero.to(tl.int32) + 127).to(tl.uint8)
+            value_scales = (tl.full([D, TILE // 32], 127.0, tl.float32) + zero).to(tl.uint8)
         if V_ELEMENT == "e2m1":
             values = tl.load(v + (head_tile * 64 + tl.arange(0, 64))[:, None] * D + channel[None, :])
         else:
