@@ -28,8 +28,13 @@ def _canonical(recipe: str | Recipe) -> str:
 
 
 @_constant_when_compiled
-def _backend(recipe: str, device: torch.device, requested: str | None) -> str:
-    return ops.choose(recipe, device, requested)
+def _backend(recipe: str, device: torch.device, requested: str | None, wide_heads: bool) -> str:
+    return ops.choose(recipe, device, requested, wide_heads)
+
+
+def _has_wide_heads(query: Tensor) -> bool:
+    """A bool, which a compiled graph with dynamic shapes guards: a head_dim would not be a constant there."""
+    return True if query.shape[-1] > ops.NARROW_HEAD_DIM else False  # noqa: SIM210
 
 
 @_constant_when_compiled
@@ -123,7 +128,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
     seed = _seed(text, query.device, seed, save)
     output, lse, *_ = torch.ops.lowbit_attn.attention_forward(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), key_lengths, text, is_causal, bottom_right, scale,
-        save, deterministic or torch.are_deterministic_algorithms_enabled(), _backend(text, query.device, backend), seed)
+        save, deterministic or torch.are_deterministic_algorithms_enabled(),
+        _backend(text, query.device, backend, _has_wide_heads(query)), seed)
     output = output.transpose(1, 2)
     return (output, lse) if return_lse else output
 
@@ -166,7 +172,8 @@ def varlen_attention(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor
     seed = _seed(text, query.device, seed, save)
     output, lse, *_ = torch.ops.lowbit_attn.varlen_attention_forward(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, text, is_causal, scale, save,
-        deterministic or torch.are_deterministic_algorithms_enabled(), _backend(text, query.device, backend), seed)
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        _backend(text, query.device, backend, _has_wide_heads(query)), seed)
     return (output, lse) if return_lse else output
 
 

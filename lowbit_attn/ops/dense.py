@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_attn.ops import hopper, portable, validation
+from lowbit_attn.ops import cdna4, hopper, portable, validation
 from lowbit_attn.ops.dispatch import require_backend, warn_backward
 from lowbit_attn.ops.registration import (
     refuse_double_backward,
@@ -62,6 +62,9 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, key_lengths: Te
     if key_lengths is not None:
         validation.check_key_lengths_values(key_lengths, key.shape[1])
     require_backend(backend)
+    if backend == "cdna4":   # no recipe that it computes is causal
+        return cdna4.forward(query, key, value, parsed, scale=scale, save=save,  # type: ignore[return-value]
+                             key_lengths=key_lengths)
     if backend != "reference":
         kernels = {"hopper": hopper.forward, "triton": portable.forward}[backend]
         return kernels(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]

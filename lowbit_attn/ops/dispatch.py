@@ -9,7 +9,11 @@ from importlib.util import find_spec
 import torch
 
 from lowbit_attn.recipes import KEY_TILE as TILE
-from lowbit_attn.recipes import Operand, Recipe, resolve
+from lowbit_attn.recipes import RECIPES, Operand, Recipe, resolve
+
+CDNA4_RECIPES = ("fused_mxfp8", "fused_mxfp6", "fused_mxfp4")
+NARROW_HEAD_DIM = 128
+"""Some kernels take no wider heads."""
 
 
 class LowbitFallbackWarning(UserWarning):
@@ -35,21 +39,18 @@ class Backend:
     name: str
     precision: str | Callable[[Recipe, Device], str]
     refusal: Callable[[Recipe, Device], str | None]
+    takes_wide_heads: bool = True
+
+    def problem(self, recipe: Recipe, device: Device, wide_heads: bool) -> str | None:
+        """`refusal`, or that heads are too wide."""
+        reason = self.refusal(recipe, device)
+        if reason is None and wide_heads and not self.takes_wide_heads:
+            reason = f"its kernels take head_dim up to {NARROW_HEAD_DIM}"
+        return reason
 
     def precision_of(self, recipe: Recipe, device: Device) -> str:
         """The precision for a recipe and device that it does not refuse."""
         return self.precision if isinstance(self.precision, str) else self.precision(recipe, device)
-
-
-def _kernels_missing(architectures: tuple[str, ...]) -> Callable[[Recipe, Device], str | None]:
-    """Backends whose kernels this version does not ship: the device decides which half of the reason is told."""
-
-    def refusal(recipe: Recipe, device: Device) -> str | None:
-        if device.architecture not in architectures:
-            return f"needs {' or '.join(architectures)}, this device is {device}"
-        return f"no kernel for {recipe.name} in this version"
-
-    return refusal
 
 
 def _hopper_refusal(recipe: Recipe, device: Device) -> str | None:
@@ -87,11 +88,21 @@ def _portable_precision(recipe: Recipe, device: Device) -> str:
     return support.precision(recipe, device.architecture)
 
 
+def _cdna4_refusal(recipe: Recipe, device: Device) -> str | None:
+    """What the kernels of `kernels.cdna4` compute: the fused recipes as they are named."""
+    if device.architecture != "gfx950":
+        return f"needs gfx950, this device is {device}"
+    if recipe not in (RECIPES[name] for name in CDNA4_RECIPES):
+        return f"its kernels compute {', '.join(CDNA4_RECIPES)}, with no option changed"
+    return None
+
+
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("hopper", "fp8 tensor cores", _hopper_refusal),
-        Backend("cdna4", "MX matrix cores", _kernels_missing(("gfx950",))),
+        Backend("cdna4", "native: MX matrix cores, by kernels that were compiled and emulated and have not run on a device; "
+                "`lowbit-attn check --backend cdna4` runs them", _cdna4_refusal, takes_wide_heads=False),
         Backend("triton", _portable_precision, _portable_refusal),
         Backend("reference", "emulated: PyTorch operations in float32 on quantized values", lambda recipe, device: None),
     )
@@ -125,11 +136,11 @@ def describe(device: torch.device) -> Device:
     return Device("cuda", f"sm_{properties.major}{properties.minor}")
 
 
-def explain(recipe: Recipe, device: Device) -> Explanation:
-    """Try the backends in order of preference."""
+def explain(recipe: Recipe, device: Device, wide_heads: bool = False) -> Explanation:
+    """Try the backends in order of preference; `wide_heads` for a head_dim above NARROW_HEAD_DIM."""
     passed_over: list[tuple[str, str]] = []
     for backend in BACKENDS.values():
-        reason = backend.refusal(recipe, device)
+        reason = backend.problem(recipe, device, wide_heads)
         if reason is None:
             return Explanation(recipe.canonical, device, backend.name, backend.precision_of(recipe, device), tuple(passed_over))
         passed_over.append((backend.name, reason))
@@ -141,7 +152,7 @@ def _warn_once(text: str) -> None:
     warnings.warn(text, LowbitFallbackWarning, stacklevel=4)
 
 
-def require_backend(name: str, implemented: tuple[str, ...] = ("reference", "hopper", "triton")) -> None:
+def require_backend(name: str, implemented: tuple[str, ...] = ("reference", "hopper", "cdna4", "triton")) -> None:
     """Operators take the name of a backend that they implement; the public calls choose one."""
     if name not in implemented:
         raise ValueError(f"backend: got {name!r}; accepted by this operator: {', '.join(implemented)}")
@@ -154,11 +165,11 @@ def warn_backward(recipe: Recipe, backend: str) -> None:
                    "version: exact numbers, no speed.")
 
 
-def choose(recipe_text: str, device: torch.device, requested: str | None) -> str:
+def choose(recipe_text: str, device: torch.device, requested: str | None, wide_heads: bool = False) -> str:
     """The backend's name; a requested one that cannot run raises, an emulated choice warns once."""
     recipe, described = resolve(recipe_text), describe(device)
     if requested is None:
-        explanation = explain(recipe, described)
+        explanation = explain(recipe, described, wide_heads)
         if explanation.backend == "reference":
             _warn_once(f"lowbit_attn: {recipe.name} on {described} runs the PyTorch reference: exact numbers, no speed. "
                        "lowbit_attn.explain() says why; backend='reference' asks for it and silences this.")
@@ -168,8 +179,8 @@ def choose(recipe_text: str, device: torch.device, requested: str | None) -> str
         return explanation.backend
     if requested not in BACKENDS:
         raise ValueError(f"backend: got {requested!r}; accepted: None, {', '.join(BACKENDS)}")
-    reason = BACKENDS[requested].refusal(recipe, described)
+    reason = BACKENDS[requested].problem(recipe, described, wide_heads)
     if reason:
         raise ValueError(f"backend: got {requested!r}, which cannot run {recipe.canonical} on {described}: {reason}; accepted: "
-                         f"{explain(recipe, described).backend!r}")
+                         f"{explain(recipe, described, wide_heads).backend!r}")
     return requested

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_attn.ops import hopper, portable, validation
+from lowbit_attn.ops import cdna4, hopper, portable, validation
 from lowbit_attn.ops.dense import Outputs, require_causal, require_trainable
 from lowbit_attn.ops.dispatch import require_backend, warn_backward
 from lowbit_attn.ops.registration import (
@@ -41,6 +41,9 @@ def varlen_attention_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_q
     validation.check_cu_seq_values("cu_seq_q", cu_seq_q, query.shape[0], max_q)
     validation.check_cu_seq_values("cu_seq_k", cu_seq_k, key.shape[0], max_k)
     require_backend(backend)
+    if backend == "cdna4":
+        return cdna4.forward(query, key, value, parsed, scale=scale, save=save,  # type: ignore[return-value]
+                             cu_seq=(cu_seq_q, cu_seq_k), longest=(max_q, max_k))
     if backend != "reference":
         kernels = {"hopper": hopper.forward, "triton": portable.forward}[backend]
         return kernels(query, key, value, parsed, scale=scale, is_causal=is_causal, save=save,  # type: ignore[return-value]

@@ -18,7 +18,7 @@ import torch
 from cdna4_assembly import Kernel, cost, parse
 
 from lowbit_attn.kernels.cdna4 import build, toolchain
-from lowbit_attn.kernels.cdna4.arguments import AttentionArgs, QuantizeArgs
+from lowbit_attn.kernels.cdna4.arguments import AttentionArgs, ProbeArgs, QuantizeArgs
 from lowbit_attn.kernels.cdna4.emulate import Emulator
 from lowbit_attn.kernels.cdna4.forward import forward
 from lowbit_attn.recipes import resolve
@@ -63,7 +63,7 @@ def kernels(tmp_path_factory):
 
 
 def compile_all(folder: Path) -> dict[str, Kernel]:
-    units = {"quantize": ("quantize", None), "attention": ("attention", None), "conventional": ("attention", CONVENTIONAL)}
+    units = {unit: (unit, None) for unit in toolchain.UNITS} | {"conventional": ("attention", CONVENTIONAL)}
     found: dict[str, Kernel] = {}
     for name, (unit, source) in units.items():
         found.update(parse(toolchain.assembly(unit, folder / f"{name}.s", source)))
@@ -74,6 +74,8 @@ def figures(kernels: dict[str, Kernel]) -> dict[str, dict[str, float]]:
     """What is recorded: registers and LDS of every kernel, and the loop of those that attend."""
     table = {}
     for name, kernel in sorted(kernels.items()):
+        if name.startswith("probe"):
+            continue
         row: dict[str, float] = {"vgpr": kernel.metadata["vgpr_count"], "lds": kernel.metadata["group_segment_fixed_size"]}
         if name.startswith(("attention", "conventional")):
             loop = cost(kernel, TILES)
@@ -161,7 +163,8 @@ def installed_compiler() -> str:
 
 def test_arguments_lie_as_the_kernels_read_them(kernels):
     for name, kernel in kernels.items():
-        args = QuantizeArgs if name.startswith(("query", "key", "value")) else AttentionArgs
+        args = {"query": QuantizeArgs, "key": QuantizeArgs, "value": QuantizeArgs, "probe": ProbeArgs}.get(name.split("_")[0],
+                                                                                                           AttentionArgs)
         assert kernel.metadata["kernarg_segment_size"] == ctypes.sizeof(args), name
 
 
@@ -179,8 +182,10 @@ def test_shipped_code_objects_are_elf_for_gfx950_and_hold_every_kernel(unit, ker
     assert content[:4] == b"\x7fELF"
     assert machine == 224   # EM_AMDGPU
     assert flags & 0xFF == 0x4F   # EF_AMDGPU_MACH_AMDGCN_GFX950
-    prefixes = ("attention",) if unit == "attention" else ("query", "key", "value")
-    assert all(f"{name}.kd".encode() in content for name in kernels if name.startswith(prefixes))
+    prefixes = {"attention": ("attention",), "quantize": ("query", "key", "value"), "probes": ("probe",)}[unit]
+    names = [name for name in kernels if name.startswith(prefixes)]
+    assert len(names) >= 3
+    assert all(f"{name}.kd".encode() in content for name in names)
 
 
 def test_a_changed_source_makes_the_shipped_objects_stale(tmp_path, monkeypatch):

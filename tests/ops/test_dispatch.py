@@ -32,6 +32,30 @@ def test_what_they_do_not(recipe):
     assert dict(explanation.passed_over)["hopper"]
 
 
+GFX950 = Device("cuda", "gfx950")
+
+
+@pytest.mark.parametrize("recipe", ["fused_mxfp8", "fused_mxfp6", "fused_mxfp4"])
+def test_what_the_cdna4_kernels_compute_and_that_they_have_not_run(recipe):
+    explanation = explain(resolve(recipe), GFX950)
+    assert explanation.backend == "cdna4"
+    assert "compiled and emulated" in explanation.precision
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxattention", "fused_mxfp6:max_threshold=16", "fused_mxfp4:rotation=none"])
+def test_other_recipes_and_changed_ones_are_not_theirs(recipe):
+    explanation = explain(resolve(recipe), GFX950)
+    assert explanation.backend in ("triton", "reference")
+    assert dict(explanation.passed_over)["cdna4"].startswith("its kernels compute fused_mxfp8, fused_mxfp6, fused_mxfp4")
+
+
+def test_heads_wider_than_a_backend_takes_go_to_the_next():
+    explanation = explain(resolve("fused_mxfp6"), GFX950, wide_heads=True)
+    assert explanation.backend == "reference"
+    assert dict(explanation.passed_over)["cdna4"] == "its kernels take head_dim up to 128"
+    assert explain(resolve("mxfp8"), HOPPER, wide_heads=True).backend == "hopper"
+
+
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_100", "gfx950"])
 def test_other_architectures_are_told_what_they_lack(architecture):
     reasons = dict(explain(resolve("mxfp8"), Device("cuda", architecture)).passed_over)
@@ -75,7 +99,7 @@ def test_an_emulated_choice_warns_once_by_name(recipe, architecture, warning, mo
         assert dispatch.choose(recipe, torch.device("cpu"), "triton") == "triton"
 
 
-@pytest.mark.parametrize("backend", ["", "cdna4", "foo"])
+@pytest.mark.parametrize("backend", ["", "cuda", "foo"])
 def test_operators_refuse_a_backend_that_they_do_not_implement(backend):
     x, cu = torch.zeros(1, 8, 1, 64), torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match=f"backend: got '{backend}'"):

@@ -26,6 +26,12 @@ class AttentionArgs(ctypes.Structure):
                                             "type"))]
 
 
+class ProbeArgs(ctypes.Structure):
+    """probes.hip.cpp."""
+
+    _fields_ = [("input", _POINTER), ("output", _POINTER), ("scale", ctypes.c_float), ("option", _INT)]
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch: `groups` workgroups of `threads` threads. `tensors` keeps what `args` points to alive."""

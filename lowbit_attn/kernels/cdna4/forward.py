@@ -150,8 +150,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, run: Run,
     sequences = query.shape[0] if cu_seq is None else cu_seq[0].shape[0] - 1
     queries, keys = (query.shape[-3], key.shape[-3]) if longest is None else longest
     shape = Shape(sequences, min(queries, query.shape[-3]), min(keys, key.shape[-3]), query.shape[-2], key.shape[-2], channels)
-    lengths = None if key_lengths is None else key_lengths.to(torch.int32)
-    starts = None if cu_seq is None else (cu_seq[0].to(torch.int32), cu_seq[1].to(torch.int32))
+    lengths = None if key_lengths is None else key_lengths.to(torch.int32).contiguous()
+    starts = None if cu_seq is None else (cu_seq[0].to(torch.int32).contiguous(), cu_seq[1].to(torch.int32).contiguous())
     if 0 in (shape.sequences, shape.queries, shape.keys, shape.query_heads, channels):
         lse_shape = (sequences, shape.query_heads, query.shape[-3]) if cu_seq is None else (shape.query_heads, query.shape[0])
         return query.new_zeros(query.shape), torch.full(lse_shape, -torch.inf, dtype=torch.float32, device=query.device)

@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent
 HEADERS = ("isa.h", "layout.h", "softmax.h", "attention.h")
 """What device code includes; the emulator's headers are not part of a code object."""
-UNITS = ("quantize", "attention")
+UNITS = ("quantize", "attention", "probes")
 """Translation units, `<unit>.hip.cpp`; one code object each."""
 ARCHITECTURE = "gfx950"
 COMPILER = "ziglang 0.17.1"

@@ -9,7 +9,7 @@ import pytest
 from lowbit_attn.kernels.cdna4 import toolchain
 from lowbit_attn.kernels.cdna4.emulate import Emulator
 
-PROBES = Path(__file__).parent / "probes.cpp"
+FAULTS = Path(__file__).parent / "faults.cpp"
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +18,7 @@ def build_folder(tmp_path_factory):
     if not toolchain.available():
         message = "the compiler is missing: pip install ziglang==0.17.1"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
-    sources = [*sorted(toolchain.SOURCES.glob("*.h")), *sorted(toolchain.SOURCES.glob("*.cpp")), PROBES]
+    sources = [*sorted(toolchain.SOURCES.glob("*.h")), *sorted(toolchain.SOURCES.glob("*.cpp")), FAULTS]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     shared = tmp_path_factory.getbasetemp()
     shared = shared.parent if "popen" in shared.name else shared   # pytest-xdist gives each worker a folder of its own
@@ -30,7 +30,7 @@ def build_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def compiled(build_folder):
     """The emulator whose libraries every test shares."""
-    return Emulator(build_folder, {"probes": PROBES})
+    return Emulator(build_folder, {"faults": FAULTS})
 
 
 @pytest.fixture

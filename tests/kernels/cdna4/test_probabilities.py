@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from attention_calls import BITS_OF_P, RECIPES, climbing, late_peak, normal, recorded
+from attention_calls import BITS_OF_P, RECIPES, recorded
 from packing import UNPACK
 
 from lowbit_attn import formats
+from lowbit_attn.cli.checks.cases import climbing, late_peak, normal
 from lowbit_attn.recipes import resolve
 from lowbit_attn.reference import exponential
 
