@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit_attn.ops import cdna4, hopper, portable, validation
-from lowbit_attn.ops.dispatch import require_backend, warn_backward
+from lowbit_attn.ops.dispatch import backward_backend, require_backend
 from lowbit_attn.ops.registration import (
     refuse_double_backward,
     refuse_forward_mode_and_func,
@@ -94,8 +94,11 @@ def attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Ten
                        seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, [B, S, H, D] in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
-    warn_backward(parsed, backend)
-    saved = unflatten_saved([q_codes, q_scales, k_codes, k_scales, v_codes, v_scales], parsed, packed=False)
+    tensors = [q_codes, q_scales, k_codes, k_scales, v_codes, v_scales]
+    if backward_backend(parsed, backend, q_codes.shape[-1]) == "hopper":
+        return hopper.backward(grad_output, grad_lse, output, lse, tensors, parsed, scale=scale, is_causal=is_causal,
+                               bottom_right=bottom_right, key_lengths=key_lengths)
+    saved = unflatten_saved(tensors, parsed, packed=False)
     visibility = _visibility(output, k_codes.shape[1], key_lengths, is_causal, bottom_right)
     grads = backward(grad_output.transpose(1, 2), grad_lse, saved, output.transpose(1, 2), lse, parsed, visibility, scale=scale,
                      seed=seed)

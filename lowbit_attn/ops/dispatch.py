@@ -158,11 +158,19 @@ def require_backend(name: str, implemented: tuple[str, ...] = ("reference", "hop
         raise ValueError(f"backend: got {name!r}; accepted by this operator: {', '.join(implemented)}")
 
 
-def warn_backward(recipe: Recipe, backend: str) -> None:
-    """Say once that a kernel's forward is followed by the reference's backward."""
-    if backend != "reference":
-        _warn_once(f"lowbit_attn: the backward of {recipe.name} after backend {backend!r} runs the PyTorch reference in this "
-                   "version: exact numbers, no speed.")
+def backward_backend(recipe: Recipe, backend: str, head_dim: int) -> str:
+    """The backend that runs the backward after `backend` ran the forward; says once why, if it is another one."""
+    if backend == "reference":
+        return backend
+    reason = f"backend {backend!r} has no backward in this version"
+    if backend == "hopper":
+        from lowbit_attn.ops import hopper
+
+        if (reason := hopper.backward_refusal(recipe, head_dim) or "") == "":
+            return backend
+    _warn_once(f"lowbit_attn: the backward of {recipe.name} after backend {backend!r} runs the PyTorch reference: exact numbers, "
+               f"no speed. Why: {reason}.")
+    return "reference"
 
 
 def choose(recipe_text: str, device: torch.device, requested: str | None, wide_heads: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""The operators' forward on backend "hopper"; imports the kernels, and Triton, when it is first called."""
+"""The operators on backend "hopper"; imports the kernels, and Triton, when it is first called."""
 
 from torch import Tensor
 
@@ -16,3 +16,20 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
                                  key_lengths=key_lengths, cu_seq=cu_seq, save=save)
     saved = attention.saved_for_backward(prepared) if save else empty_saved(query, key, value, recipe, False)
     return (*attention.run(prepared), *saved)
+
+
+def backward_refusal(recipe: Recipe, head_dim: int) -> str | None:
+    """Why the kernels have no backward for a recipe whose forward they run, or None if they have one."""
+    from lowbit_attn.kernels.hopper import backward
+
+    return backward.refusal(recipe, head_dim)
+
+
+def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: list[Tensor], recipe: Recipe, *,
+             scale: float | None, is_causal: bool, bottom_right: bool = False, key_lengths: Tensor | None = None,
+             cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from dO, output, lse and the six tensors of `ops.saved`."""
+    from lowbit_attn.kernels.hopper import backward
+
+    return backward.backward(grad_output, grad_lse, output, lse, backward.Saved(*saved), recipe, scale=scale, is_causal=is_causal,
+                             bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lowbit_attn.ops import cdna4, hopper, portable, validation
 from lowbit_attn.ops.dense import Outputs, require_causal, require_trainable
-from lowbit_attn.ops.dispatch import require_backend, warn_backward
+from lowbit_attn.ops.dispatch import backward_backend, require_backend
 from lowbit_attn.ops.registration import (
     refuse_double_backward,
     refuse_forward_mode_and_func,
@@ -71,8 +71,11 @@ def varlen_attention_backward(grad_output: Tensor, grad_lse: Tensor | None, outp
                        seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of packed query, key and value in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
-    warn_backward(parsed, backend)
-    saved = unflatten_saved([q_codes, q_scales, k_codes, k_scales, v_codes, v_scales], parsed, packed=True)
+    tensors = [q_codes, q_scales, k_codes, k_scales, v_codes, v_scales]
+    if backward_backend(parsed, backend, q_codes.shape[-1]) == "hopper":
+        return hopper.backward(grad_output, grad_lse, output, lse, tensors, parsed, scale=scale, is_causal=is_causal,
+                               cu_seq=(cu_seq_q, cu_seq_k))
+    saved = unflatten_saved(tensors, parsed, packed=True)
     grads = varlen_backward(grad_output, grad_lse, saved, output, lse, cu_seq_q, cu_seq_k, parsed, is_causal=is_causal,
                             scale=scale, seed=seed)
     narrow = (g.to(grad_output.dtype).contiguous() for g in (grads.query, grads.key, grads.value))

@@ -50,14 +50,16 @@ class Call:
     dtype: torch.dtype = torch.bfloat16
     causal: bool = True
     packed: bool = False
+    backward: bool = False
 
     def __str__(self) -> str:
         mask, kind = "causal" if self.causal else "full", "packed" if self.packed else "dense"
-        return "-".join((self.recipe, str(self.head_dim), str(self.dtype).removeprefix("torch."), mask, kind))
+        name = (self.recipe, str(self.head_dim), str(self.dtype).removeprefix("torch."), mask, kind)
+        return "-".join(("backward", *name) if self.backward else name)
 
     def launch(self) -> None:
-        """Everything that one forward launches."""
-        from lowbit_attn.kernels.hopper import attention
+        """Everything that one forward, or one backward, launches."""
+        from lowbit_attn.kernels.hopper import attention, backward
         from lowbit_attn.recipes import resolve
 
         query, key = (torch.zeros(2, 512, heads, self.head_dim, dtype=self.dtype) for heads in (16, 4))
@@ -66,7 +68,14 @@ class Call:
             query, key = query.flatten(0, 1), key.flatten(0, 1)
             cu = torch.tensor([0, 100, 1000], dtype=torch.int32)
             options["cu_seq"] = (cu, cu)
-        attention.run(attention.prepare(query, key, key, resolve(self.recipe), **options))
+        recipe = resolve(self.recipe)
+        if not self.backward:
+            attention.run(attention.prepare(query, key, key, recipe, **options))
+            return
+        codes = [torch.zeros(x.shape, dtype=torch.uint8) for x in (query, key, key)]
+        scales = [torch.zeros((*x.shape[:-3], x.shape[-2], x.shape[-3]), dtype=torch.uint8) for x in (query, key, key)]
+        saved = backward.Saved(*(x for pair in zip(codes, scales, strict=True) for x in pair))
+        backward.backward(query, None, query, scales[0].float(), saved, recipe, **options)
 
 
 RECIPES = ("mxfp8", "mxfp8_fast")
@@ -77,11 +86,15 @@ def calls(everything: bool) -> Iterator[Call]:
     """A call per recipe and head_dim; everything: also the other dtypes, masks and layouts."""
     for recipe, head_dim in product(RECIPES, HEAD_DIMS):
         yield Call(recipe, head_dim)
+    for head_dim in (64, 128):
+        yield Call("mxfp8", head_dim, backward=True)
     if everything:
         for recipe, head_dim, dtype in product(RECIPES, (96, 128), (torch.float16, torch.float32)):
             yield Call(recipe, head_dim, dtype)
         for recipe, causal, packed in product(RECIPES, (False, True), (False, True)):
             yield Call(recipe, 128, causal=causal, packed=packed)
+        for head_dim, dtype in product((96, 128), (torch.float16, torch.float32)):
+            yield Call("mxfp8", head_dim, dtype, packed=True, backward=True)
 
 
 def caught(run: Callable[[], None], target: GPUTarget = TARGET) -> list[tuple[JITFunction, dict, dict, dict, dict]]:

@@ -70,7 +70,7 @@ def kernel_head_dim(head_dim: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -101,13 +101,13 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     scale = head_dim**-0.5 if scale is None else scale
     direct = recipe.exponential == "direct_u8"
     sizes = Sizes(heads, heads // max(1, kv_heads), tokens, 0 if packed else (heads - 1) * tokens, tiling.k_tiles.shape[0],
-                  _head_group(heads, kv_heads, 2 * quantized.k_codes.numel() // max(1, kv_heads)),
+                  head_group(heads, kv_heads, 2 * quantized.k_codes.numel() // max(1, kv_heads)),
                   abs(scale) * math.log2(math.e) * (DIRECT_UNIT if direct else 1.0))
     records = tile_records(tiling, quantized.k_group, quantized.v_group, sizes, direct=direct)
     return Prepared(tiling, quantized, records, recipe, query, head_dim, kv_heads, keys, sizes, lse_shape, scale < 0)
 
 
-def _head_group(heads: int, kv_heads: int, bytes_per_kv_head: int) -> int:
+def head_group(heads: int, kv_heads: int, bytes_per_kv_head: int) -> int:
     """Query heads that run side by side: whole groups of a key/value head, as many as L2 holds, dividing the heads."""
     if kv_heads == 0:
         return 1
@@ -117,7 +117,7 @@ def _head_group(heads: int, kv_heads: int, bytes_per_kv_head: int) -> int:
     return heads // kv_heads * fitting
 
 
-def _descriptor(codes: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(codes: Tensor, rows: int, columns: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=2)
     return TensorDescriptor.from_tensor(codes.view(torch.float8_e4m3fn), [rows, columns], layout)
 
@@ -138,16 +138,16 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
     k_codes = quantized.k_codes.view(-1, prepared.kv_heads * dim)
     v_codes = quantized.v_t.view(prepared.kv_heads * dim, -1)
     tiling = prepared.tiling
-    programs = min(_processors(query.device), tiling.work.shape[0] * sizes.heads)
+    programs = min(processors(query.device), tiling.work.shape[0] * sizes.heads)
     shared: dict[str, Any] = {
         "P_LOG2": recipe.p_log2_scale, "LOWEST": LOWEST_FOLD, "D": dim, "STAGES": config.stages, "PROMOTE": config.promote,
         "WARPGROUPS": config.warpgroups, "REGISTERS": config.registers, "num_warps": 4}
-    descriptors = (_descriptor(q_codes, 64, dim), _descriptor(k_codes, TILE, dim), _descriptor(v_codes, dim, TILE))
+    descriptors = (descriptor(q_codes, 64, dim), descriptor(k_codes, TILE, dim), descriptor(v_codes, dim, TILE))
     records = prepared.records
     with torch.cuda.device(query.device):
         if records.weights is not None:
             fast.attention[(programs,)](
-                *descriptors, _descriptor(records.weights, 8, TILE), output, lse, quantized.q_scales, records.tiles,
+                *descriptors, descriptor(records.weights, 8, TILE), output, lse, quantized.q_scales, records.tiles,
                 quantized.v_group, records.quiet, tiling.work, tiling.count, records.sizes,
                 THRESHOLD=recipe.max_threshold * DIRECT_UNIT, SHARED=SHARED_FOLD, **shared)
         else:

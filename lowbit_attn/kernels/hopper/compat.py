@@ -1,5 +1,6 @@
 """What differs between the Triton releases that these kernels support (3.6 to 3.9)."""
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
@@ -14,3 +15,14 @@ copy_async: gl.constexpr = gl.constexpr(getattr(async_copy, "async_load", None) 
 
 barrier: gl.constexpr = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
 """All threads of a program meet; renamed in 3.9."""
+
+_HIDDEN: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))
+
+
+@gluon.jit
+def reinterpreted(memory, DTYPE: gl.constexpr, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The same shared memory in another type, shape and layout; public since 3.9."""
+    if _HIDDEN:
+        return memory._reinterpret(DTYPE, SHAPE, LAYOUT)
+    else:
+        return memory.reinterpret(DTYPE, SHAPE, LAYOUT)

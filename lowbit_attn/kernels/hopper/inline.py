@@ -38,6 +38,26 @@ def uniform(x):
                                      is_pure=True, pack=1)
 
 
+@gluon.jit
+def from_lane(x, DISTANCE: gl.constexpr):
+    """x of the lane whose number differs in the bit DISTANCE, 1 or 2."""
+    if DISTANCE == 1:
+        return gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, 1, 0x1f, 0xffffffff;", "=f,f", [x], dtype=gl.float32,
+                                         is_pure=True, pack=1)
+    return gl.inline_asm_elementwise("shfl.sync.bfly.b32 $0, $1, 2, 0x1f, 0xffffffff;", "=f,f", [x], dtype=gl.float32,
+                                     is_pure=True, pack=1)
+
+
+@gluon.jit
+def values_of(words):
+    """Words of four E4M3 codes -> their values, four float32 tensors, the lowest code first."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 lo, hi, a, b, c, d; .reg .b32 x, y; mov.b32 {lo, hi}, $4; cvt.rn.f16x2.e4m3x2 x, lo; "
+        "cvt.rn.f16x2.e4m3x2 y, hi; mov.b32 {a, b}, x; mov.b32 {c, d}, y; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; "
+        "cvt.f32.f16 $2, c; cvt.f32.f16 $3, d; }",
+        "=f,=f,=f,=f,r", [words], dtype=(gl.float32, gl.float32, gl.float32, gl.float32), is_pure=True, pack=1)
+
+
 def _scale_asm(count: int) -> str:
     """Multiply `count` registers by their factors, unless every factor of the warp is 1 (or NaN)."""
     # A thread holds two rows: the factors of registers 0 and 2 are theirs.

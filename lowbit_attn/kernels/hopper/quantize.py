@@ -57,7 +57,7 @@ def quantize_kernel(q, k, v, q_codes, q_scales, k_codes, k_scales, v_codes, v_sc
     x_document, x_token, x_head, x_channel: strides of an input, in units of 16 bytes (mode "vector") or elements.
     x_scale_document, x_scale_head: strides of the scale codes, beside 1 per token.
     q_heads, kv_heads, q_count, k_count: heads and padded tiles; query_documents: documents whose queries are not zero.
-    X_TOP: exponent and fraction bits of the bound of scaled maxima (`_bound`).
+    X_TOP: exponent and fraction bits of the bound of scaled maxima (`bound`).
     """
     K_GROUP: gl.constexpr = 1 if QK_PER_TOKEN else GROUP
     V_GROUP: gl.constexpr = 1 if V_PER_TOKEN else GROUP
@@ -145,7 +145,7 @@ def refusal(recipe: Recipe, head_dim: int) -> str | None:
     return "q_prescale: got True; accepted: False" if recipe.q_prescale else None
 
 
-def _bound(top: float) -> tuple[int, int]:
+def bound(top: float) -> tuple[int, int]:
     """Exponent of frexp(top), and its fraction as the 23 bits after the leading one; 2^23, above all, where it rounds up to 1."""
     fraction, exponent = math.frexp(top)
     return exponent, round((2 * fraction - 1) * 2**23)
@@ -154,7 +154,7 @@ def _bound(top: float) -> tuple[int, int]:
 def _tops(recipe: Recipe, head_dim: int) -> dict[str, tuple[int, int]]:
     """Bounds of the scaled maxima, as `reference.operands.operand_tops` and the element format give them."""
     tops = {"Q_TOP": recipe.q_top, "K_TOP": recipe.k_top * min(1.0, 128 / head_dim), "V_TOP": 0.0}
-    return {name: _bound(top or E4M3.max_value) for name, top in tops.items()}
+    return {name: bound(top or E4M3.max_value) for name, top in tops.items()}
 
 
 def _is_vector(x: Tensor) -> bool:
@@ -164,14 +164,14 @@ def _is_vector(x: Tensor) -> bool:
     return x.stride(-1) == 1 and near and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in outer)
 
 
-def _mode(*operands: Tensor) -> str:
+def mode_of(*operands: Tensor) -> str:
     """How a program loads: 16 bytes a lane, or elements with lanes along tokens or along channels."""
     if all(map(_is_vector, operands)):
         return "vector"
     return "tokens" if operands[0].stride(-3) == 1 and operands[0].stride(-1) != 1 else "channels"
 
 
-def _strides(x: Tensor, mode: str, packed: bool) -> tuple[int, int, int, int]:
+def strides_of(x: Tensor, mode: str, packed: bool) -> tuple[int, int, int, int]:
     """Strides of document (beside those of its tokens, which are counted through), token, head and channel."""
     unit = 16 // x.element_size() if mode == "vector" else 1
     *batch, token, head, channel = (stride // unit if size > 1 else 0 for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -230,7 +230,7 @@ def quantize_qkv(query: Tensor, key: Tensor, value: Tensor, tiling: Tiling, reci
     programs = q_heads * q_count + 2 * kv_heads * k_count
     if programs == 0:
         return result
-    qk_mode, v_mode = _mode(query, key), _mode(value)
+    qk_mode, v_mode = mode_of(query, key), mode_of(value)
     scale_strides = [stride for x in (query, key)
                      for stride in ((0, x.shape[0]) if packed else (x.shape[1] * (x.shape[2] - 1), x.shape[1]))]
     v_saved = (v_codes, v_scales) if save else (result.v_t, result.v_t)
@@ -239,9 +239,9 @@ def quantize_qkv(query: Tensor, key: Tensor, value: Tensor, tiling: Tiling, reci
     with torch.cuda.device(query.device):
         quantize_kernel[(programs,)](
             query, key, value, q_codes, q_scales, k_codes, k_scales, *v_saved, result.v_t, result.k_group, result.v_group,
-            tiling.documents, tiling.q_tiles, tiling.k_tiles, *_strides(query, qk_mode, packed), *_strides(key, qk_mode, packed),
-            *_strides(value, v_mode, packed), *scale_strides, q_heads, kv_heads, q_count, k_count, documents,
-            **constants, **_options(constants))
+            tiling.documents, tiling.q_tiles, tiling.k_tiles, *strides_of(query, qk_mode, packed),
+            *strides_of(key, qk_mode, packed), *strides_of(value, v_mode, packed), *scale_strides, q_heads,
+            kv_heads, q_count, k_count, documents, **constants, **_options(constants))
     return result
 
 

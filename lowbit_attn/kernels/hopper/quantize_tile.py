@@ -90,7 +90,7 @@ def along(x, like):
 
 
 @gluon.jit
-def _copy(x, offset, token_stride, valid, WIDTH: gl.constexpr):
+def copy_words(x, offset, token_stride, valid, WIDTH: gl.constexpr):
     """Start copying [128, WIDTH] words from x + offset; strides count 16 bytes; rows at or past `valid` become zero."""
     LAYOUT: gl.constexpr = _pieces(ROWS, WIDTH, gl.num_warps())
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -118,21 +118,21 @@ def _gather(x, offset, token_stride, channel_stride, valid, WIDTH: gl.constexpr,
 
 
 @gluon.jit
-def _start(x, document, first, head, strides, valid, CHANNEL: gl.constexpr, SIZE: gl.constexpr, MODE: gl.constexpr,
+def start_copy(x, document, first, head, strides, valid, CHANNEL: gl.constexpr, SIZE: gl.constexpr, MODE: gl.constexpr,
            DTYPE: gl.constexpr):
     """Shared memory that receives channels CHANNEL .. CHANNEL + SIZE of 128 tokens."""
     offset = document * strides[0] + first * strides[1] + head * strides[2]
     if MODE == "vector":
         PER_WORD: gl.constexpr = 1 if DTYPE == "fp32" else 2
         words = x.to(gl.pointer_type(gl.int32), bitcast=True)
-        buffer = _copy(words, offset + CHANNEL // PER_WORD // 4, strides[1], valid, SIZE // PER_WORD)
+        buffer = copy_words(words, offset + CHANNEL // PER_WORD // 4, strides[1], valid, SIZE // PER_WORD)
     else:
         buffer = _gather(x, offset + CHANNEL * strides[3], strides[1], strides[3], valid, SIZE, MODE == "tokens")
     return buffer
 
 
 @gluon.jit
-def _values(word, DTYPE: gl.constexpr):
+def channel_values(word, DTYPE: gl.constexpr):
     """Even and odd channels of words [128, n], in fp32: two of a word, or one each of two words."""
     if DTYPE == "bf16":
         even, odd = (word << 16).to(gl.float32, bitcast=True), (word & -65536).to(gl.float32, bitcast=True)
@@ -197,6 +197,17 @@ def _tree(x, HALVES: gl.constexpr, COMBINE: gl.constexpr):
 
 
 @gluon.jit
+def _sum(a, b):
+    return a + b
+
+
+@gluon.jit
+def thread_sum(x):
+    """Sum over the columns of x [128, n], in a tree inside the thread: [128, 1]."""
+    return _tree(x, 1, _sum)
+
+
+@gluon.jit
 def _largest(even, odd, HALVES: gl.constexpr):
     """Largest magnitude of each token, [128]; NaN if it has one."""
     x = _tree(_larger_magnitude(even, odd), HALVES, _nan_maximum)
@@ -206,8 +217,8 @@ def _largest(even, odd, HALVES: gl.constexpr):
 
 @gluon.jit
 def _largest_of_words(word, DTYPE: gl.constexpr, HALVES: gl.constexpr):
-    """`_largest` of `_values`, two channels at a time: fewer registers than the values take."""
-    even, odd = _values(_tree(word & 0x7FFF7FFF, HALVES, _larger_pair), DTYPE)
+    """`_largest` of `channel_values`, two channels at a time: fewer registers than the values take."""
+    even, odd = channel_values(_tree(word & 0x7FFF7FFF, HALVES, _larger_pair), DTYPE)
     return _largest(even, odd, HALVES)
 
 
@@ -299,7 +310,7 @@ def _statistics(buffer, ROTATE: gl.constexpr, DTYPE: gl.constexpr, HALVES: gl.co
     even = buffer.load(per_lane(buffer.shape[1], HALVES))
     odd = even
     if ROTATE or DTYPE == "fp32":
-        even, odd = _values(even, DTYPE)
+        even, odd = channel_values(even, DTYPE)
         if ROTATE:
             even, odd = _rotated(even, odd, HALVES)
         largest = _largest(even, odd, HALVES)
@@ -312,7 +323,7 @@ def _statistics(buffer, ROTATE: gl.constexpr, DTYPE: gl.constexpr, HALVES: gl.co
 def _encoded(buffer, even, odd, factor, ROTATE: gl.constexpr, DTYPE: gl.constexpr, HALVES: gl.constexpr):
     """Code words of the channels; those that were not rotated are read a second time, which saves half of the registers."""
     if not ROTATE:
-        even, odd = _values(buffer.load(per_lane(buffer.shape[1], HALVES)), DTYPE)
+        even, odd = channel_values(buffer.load(per_lane(buffer.shape[1], HALVES)), DTYPE)
     return _codes(even, odd, factor)
 
 
@@ -323,9 +334,9 @@ def quantize(x, document, first, head, strides, valid, top_exponent, top_fractio
     SIZE: gl.constexpr = part(D)
     HALVES: gl.constexpr = halves_of(D)
     WORD: gl.constexpr = DTYPE if MODE == "vector" else "fp32"
-    buffer = _start(x, document, first, head, strides, valid, 0, SIZE, MODE, DTYPE)
+    buffer = start_copy(x, document, first, head, strides, valid, 0, SIZE, MODE, DTYPE)
     if SIZE < D:
-        rest = _start(x, document, first, head, strides, valid, SIZE, D - SIZE, MODE, DTYPE)
+        rest = start_copy(x, document, first, head, strides, valid, SIZE, D - SIZE, MODE, DTYPE)
     if MODE == "vector":
         async_copy.commit_group()
         async_copy.wait_group(0)
@@ -346,10 +357,11 @@ def quantize(x, document, first, head, strides, valid, top_exponent, top_fractio
 
 @gluon.jit
 def store_saved(codes, scales, words, words2, code, row, document, token, head, heads, scale_document, scale_head, stored,
-                D: gl.constexpr):
-    """Codes and scale codes of `stored` tokens from row `token` of [tokens, heads, D] on."""
+                D: gl.constexpr, SCALES: gl.constexpr = True):
+    """Codes, and unless told otherwise scale codes, of `stored` tokens from row `token` of [tokens, heads, D] on."""
     SIZE: gl.constexpr = part(D)
     _store_codes(codes, words, token, head, heads, stored, 0, D)
     if SIZE < D:
         _store_codes(codes, words2, token, head, heads, stored, SIZE, D)
-    gl.store(scales + (head * scale_head + document * scale_document + token + row), code.to(gl.uint8), mask=row < stored)
+    if SCALES:
+        gl.store(scales + (head * scale_head + document * scale_document + token + row), code.to(gl.uint8), mask=row < stored)

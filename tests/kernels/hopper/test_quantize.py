@@ -14,12 +14,12 @@ from lowbit_attn.recipes import resolve
 pytest.importorskip("triton", reason="Triton runs on Linux only")
 
 from lowbit_attn.kernels.hopper import quantize
-from lowbit_attn.kernels.hopper.quantize import _bound, _mode, _strides, quantize_qkv, refusal, variants
+from lowbit_attn.kernels.hopper.quantize import bound, mode_of, quantize_qkv, refusal, strides_of, variants
 
 
 @pytest.mark.parametrize("top", [448.0, 28.0, 14.0, 0.37, 13.3, 18.666666666666668, 1.0, 13.99999999, 2.0**-140])
 def test_bounds_as_bits_give_the_exponents_of_formats(top):
-    exponent, fraction = _bound(top)
+    exponent, fraction = bound(top)
     around = (1.0, top, math.nextafter(top, 0), top * (1 + 2.0**-22))
     maxima = torch.tensor([m * 2.0**e for e in range(-140, 120, 13) for m in around])
     maxima = torch.cat([maxima, torch.tensor([1.0, 1.5]).nextafter(torch.tensor(2.0)), torch.rand(200)]).float()
@@ -49,9 +49,9 @@ def test_strides_lead_to_the_elements_of_any_view(view, dtype, packed):
     make, mode = VIEWS[view]
     x = make(torch.arange(2 * 5 * 3 * 64, dtype=torch.int32).view(2, 5, 3, 64).to(dtype))
     x = x[1] if packed else x
-    assert _mode(x) == mode
+    assert mode_of(x) == mode
     unit = 16 // x.element_size() if mode == "vector" else 1
-    strides = [unit * stride for stride in _strides(x, mode, packed)]
+    strides = [unit * stride for stride in strides_of(x, mode, packed)]
     memory = torch.empty(0, dtype=dtype).set_(x.untyped_storage())
     tokens, heads, channels = torch.arange(x.shape[-3]), torch.arange(3)[:, None], torch.arange(64)
     for document in range(1 if packed else 2):
@@ -63,7 +63,7 @@ def test_strides_lead_to_the_elements_of_any_view(view, dtype, packed):
 
 def test_rows_too_far_apart_for_32_bits_are_not_copied_as_vectors():
     for stride, mode in ((2**25, "channels"), (2**25 - 8, "vector")):
-        assert _mode(torch.empty_strided((1, 2, 1, 64), (0, stride, 0, 1), dtype=torch.bfloat16, device="meta")) == mode
+        assert mode_of(torch.empty_strided((1, 2, 1, 64), (0, stride, 0, 1), dtype=torch.bfloat16, device="meta")) == mode
 
 
 @pytest.mark.parametrize(("recipe", "head_dim", "named"), [

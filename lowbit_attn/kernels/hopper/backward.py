@@ -1,0 +1,174 @@
+"""Host side of the Hopper backward: dQ, dK and dV from what the forward saved. One path for dense and packed inputs.
+
+Two kernels, neither with atomics: every gradient is one program's sum in one order, so runs repeat bit for bit. Dense inputs are
+[B, S, H, D], packed ones [T, H, D]. Nothing here waits for the device.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lowbit_attn.kernels.hopper.attention import descriptor, head_group, processors
+from lowbit_attn.kernels.hopper.gradient_records import P_GRAD_LOG2, VECTOR, GradientRecords, gradient_records
+from lowbit_attn.kernels.hopper.key_gradients import key_gradients
+from lowbit_attn.kernels.hopper.quantize_gradient import Gradient, quantize_gradient
+from lowbit_attn.kernels.hopper.query_gradients import query_gradients
+from lowbit_attn.kernels.tiling import Tiling, dense_tiling, packed_tiling
+from lowbit_attn.recipes import Recipe
+
+HEAD_DIMS = (64, 128)
+"""What the kernels are compiled for; smaller head_dims are padded with zero channels."""
+
+ROWS, BLOCK = 64, 128
+"""Rows of a warpgroup, and of a program."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Compile-time choices per head_dim: ring stages, tiles per promotion, registers of a consumer thread."""
+
+    stages: int
+    promote: int
+    registers: int
+
+
+KEYS = {64: Config(4, 32, 240), 128: Config(3, 32, 240)}
+QUERIES = {64: Config(4, 16, 240), 128: Config(2, 16, 240)}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the forward saved (`ops.saved`): E4M3 codes as uint8 in the operands' shapes, E8M0 codes [B, H, S] or [H, T]."""
+
+    q_codes: Tensor
+    q_scales: Tensor
+    k_codes: Tensor
+    k_scales: Tensor
+    v_codes: Tensor
+    v_scales: Tensor
+
+
+def refusal(recipe: Recipe, head_dim: int) -> str | None:
+    """Why these kernels cannot take a recipe that the forward runs, or None if they can."""
+    effective = recipe.effective()
+    if head_dim > HEAD_DIMS[-1]:
+        return f"its kernels take head_dims up to {HEAD_DIMS[-1]}, got {head_dim}"
+    grads = (effective.do, effective.ds.element, effective.ds.layout, effective.p_grad.element, effective.p_grad.layout,
+             effective.p_grad_log2_scale)
+    if grads != (effective.v, "e4m3", "square32", "e4m3", "fixed", float(P_GRAD_LOG2)) or effective.ds_stochastic:
+        return f"its kernels take do=e4m3/token_block, ds=e4m3/square32, p_grad=e4m3/fixed x 2^8; {recipe.canonical} has others"
+    return None
+
+
+def tiling_of(output: Tensor, keys: int, *, is_causal: bool, bottom_right: bool, key_lengths: Tensor | None,
+              cu_seq: tuple[Tensor, Tensor] | None) -> Tiling:
+    """Tables for blocks of 128 queries."""
+    if cu_seq is not None:
+        return packed_tiling(output, keys, *cu_seq, align="bottom_right" if is_causal else "none", block_rows=BLOCK)
+    align = ("bottom_right" if bottom_right else "top_left") if is_causal else "none"
+    return dense_tiling(output, keys, align=align, key_lengths=key_lengths, block_rows=BLOCK)
+
+
+def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: Saved, recipe: Recipe, *,
+             scale: float | None = None, is_causal: bool = False, bottom_right: bool = False, key_lengths: Tensor | None = None,
+             cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous, in grad_output's dtype; `output` and `lse` as the forward returned them."""
+    recipe = recipe.effective()
+    head_dim, packed = grad_output.shape[-1], cu_seq is not None
+    scale = head_dim**-0.5 if scale is None else scale
+    heads, kv_heads, keys = output.shape[-2], saved.k_codes.shape[-2], saved.k_codes.shape[-3]
+    if 0 in (output.numel(), saved.k_codes.numel()):
+        return tuple(grad_output.new_zeros(x.shape) for x in (saved.q_codes, saved.k_codes, saved.v_codes))  # type: ignore[return-value]
+    dim = next(d for d in HEAD_DIMS if d >= head_dim)
+    codes = [saved.q_codes, saved.k_codes, saved.v_codes]
+    if dim != head_dim:
+        grad_output, output, *codes = (torch.nn.functional.pad(x, (0, dim - head_dim)) for x in (grad_output, output, *codes))
+    q_codes, k_codes, v_codes = (x.contiguous() for x in codes)
+    output, lse = output.contiguous(), lse.contiguous()
+    tokens = output.shape[-3]
+    q_extra = 0 if packed else (heads - 1) * tokens
+    tiling = tiling_of(output, keys, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
+    made = quantize_gradient(grad_output, output, None if grad_lse is None else grad_lse.float().contiguous(), q_codes, k_codes,
+                             tiling, head_stride=tokens, document_extra=q_extra, packed=packed)
+    factor = scale * math.log2(math.e)
+    records = gradient_records(tiling, saved.q_scales, made.do_group, lse, made.delta, kv_heads=kv_heads, factor=factor,
+                               head_stride=tokens, document_extra=q_extra)
+    grads = tuple(torch.empty_like(x, dtype=grad_output.dtype) for x in (q_codes, k_codes, v_codes))
+    rotate = recipe.rotates(head_dim) and dim == head_dim
+    call = _Call(tiling, saved, made, records, heads, kv_heads, keys, tokens, packed, scale, dim, rotate)
+    with torch.cuda.device(output.device):
+        call.key_gradients(q_codes, k_codes, v_codes, grads[1], grads[2])
+        call.query_gradients(q_codes, k_codes, v_codes, lse, grads[0])
+    return grads if dim == head_dim else tuple(x[..., :head_dim].contiguous() for x in grads)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the two kernels of one call share."""
+
+    tiling: Tiling
+    saved: Saved
+    made: Gradient
+    records: GradientRecords
+    heads: int
+    kv_heads: int
+    keys: int
+    tokens: int
+    packed: bool
+    scale: float
+    dim: int
+    rotate: bool
+
+    def _extra(self, heads: int, tokens: int) -> int:
+        return 0 if self.packed else (heads - 1) * tokens
+
+    def _group(self, heads: int) -> int:
+        """Heads of one kind that run side by side, as many as L2 holds K and V codes for."""
+        group = head_group(self.heads, self.kv_heads, 2 * self.saved.k_codes.numel() // self.kv_heads)
+        return max(1, group * heads // self.heads)
+
+    def _constants(self, config: Config) -> dict[str, Any]:
+        return {"D": self.dim, "STAGES": config.stages, "PROMOTE": config.promote, "ROTATE": self.rotate,
+                "REGISTERS": config.registers, "num_warps": 4}
+
+    def key_gradients(self, q: Tensor, k: Tensor, v: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Launch dK and dV."""
+        programs = min(processors(k.device), self.tiling.k_tiles.numel() * self.kv_heads)
+        masters = torch.empty(programs * 4 * ROWS * self.dim, dtype=torch.float32, device=k.device)
+        key_gradients[(programs,)](
+            self._rows(q, ROWS), self._rows(self.made.do_codes, ROWS), self._columns(self.made.q_t, ROWS),
+            self._columns(self.made.do_t, ROWS), vector_descriptor(self.records.vectors), self._rows(k, ROWS), self._rows(v, ROWS),
+            grad_key, grad_value, self.saved.k_scales, self.saved.v_scales, self.records.vectors, self.records.reference,
+            self.records.lifts, self.records.work, self.records.count, masters, self.kv_heads, self.heads // self.kv_heads,
+            self.keys, self._extra(self.kv_heads, self.keys), 2 * self.tiling.q_tiles.numel(), self.scale,
+            self._group(self.kv_heads), P_LOG2=P_GRAD_LOG2, **self._constants(KEYS[self.dim]))
+
+    def query_gradients(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad_query: Tensor) -> None:
+        """Launch dQ."""
+        programs = min(processors(q.device), self.tiling.work.shape[0] * self.heads)
+        query_gradients[(programs,)](
+            self._rows(q, ROWS), self._rows(self.made.do_codes, ROWS), self._rows(k, BLOCK), self._rows(v, BLOCK),
+            self._columns(self.made.k_t, BLOCK), grad_query, self.saved.q_scales, self.made.do_group, lse, self.made.delta,
+            self.saved.k_scales, self.saved.v_scales, self.tiling.documents, self.tiling.work, self.tiling.count, self.heads,
+            self.heads // self.kv_heads, self.tokens, self._extra(self.heads, self.tokens), self.keys,
+            self._extra(self.kv_heads, self.keys), self.tiling.q_tiles.numel(), self.scale * math.log2(math.e), self.scale,
+            self._group(self.heads), **self._constants(QUERIES[self.dim]))
+
+    def _rows(self, codes: Tensor, rows: int) -> Any:
+        """Blocks of tokens of one head."""
+        return descriptor(codes.view(-1, codes.shape[-2] * self.dim), rows, self.dim)
+
+    def _columns(self, codes: Tensor, columns: int) -> Any:
+        """Blocks of transposed codes."""
+        return descriptor(codes.view(-1, codes.shape[-1]), self.dim, columns)
+
+
+def vector_descriptor(vectors: Tensor) -> Any:
+    """Records of query tiles, one of them at a time."""
+    return TensorDescriptor.from_tensor(vectors.view(-1), [VECTOR],
+                                        gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))

@@ -1,0 +1,221 @@
+"""Device functions that both backward kernels share: one tile of P, dP and dS, from scores to E4M3 operands.
+
+A tile is [64 rows, 64 or 128 columns]: rows are keys for dK and dV, queries for dQ; columns are what the product contracts, in
+blocks of 32 that share a scale. Rows never mix, so each row has a reference exponent for its dS that rises with the loop.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lowbit_attn.kernels.hopper.forward import by_row, by_thread, rescale
+from lowbit_attn.kernels.hopper.inline import from_lane, pack_e4m3, unpack_e4m3
+
+ROWS = gl.constexpr(64)
+
+TOP = gl.constexpr(448.0)
+"""The largest E4M3 value."""
+
+SLACK = gl.constexpr(90.0)
+"""A first reference lies at most this many doublings below D, which dS subtracts: less than float32 holds."""
+
+HEADROOM = gl.constexpr(6)
+"""A row that exceeds TOP is brought to between 2^6 and 2^7: it may grow fourfold before it is touched again."""
+
+
+@gluon.constexpr_function
+def sum_layout(width):
+    """Layout of an accumulator [64, width]."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 32])
+
+
+@gluon.constexpr_function
+def operand_layout(head_dim):
+    """Layout of the E4M3 operand of a product into an accumulator [64, head_dim]."""
+    return gl.DotOperandLayout(0, sum_layout(head_dim), 4)
+
+
+@gluon.jit
+def blocked(x):
+    """[64, columns] -> [64, block of 32, 4, lane, pair], a renaming of registers."""
+    return x.reshape([ROWS, x.shape[1] // 32, 4, 4, 2])
+
+
+@gluon.jit
+def flat(x):
+    """The inverse of `blocked`."""
+    COLUMNS: gl.constexpr = 32 * x.shape[1]
+    return gl.convert_layout(x.reshape([ROWS, COLUMNS]), sum_layout(COLUMNS))
+
+
+@gluon.jit
+def over_blocks(x):
+    """[64, blocks] -> broadcastable to `blocked`."""
+    return x[:, :, None][:, :, :, None][:, :, :, :, None]
+
+
+@gluon.jit
+def over_rows(x, like):
+    """[columns] -> broadcastable to the `blocked` tile `like`."""
+    return gl.convert_layout(x.reshape([x.shape[0] // 32, 4, 4, 2]), gl.SliceLayout(0, like.type.layout))[None, :, :, :, :]
+
+
+@gluon.jit
+def column_vector(memory, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """Floats of shared memory as columns of a tile. They are stored (c, j, e) inside each 16, so that a thread's are
+    neighbours."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, sum_layout(COLUMNS))
+    stored = gl.zeros([COLUMNS], gl.float32, LAYOUT).reshape([COLUMNS // 16, 2, 4, 2]).permute((0, 2, 1, 3)).reshape([COLUMNS])
+    x = memory.slice(FIRST, COLUMNS).load(stored.type.layout)
+    x = x.reshape([COLUMNS // 16, 4, 2, 2]).permute((0, 2, 1, 3)).reshape([COLUMNS])
+    return gl.convert_layout(x, LAYOUT)
+
+
+@gluon.jit
+def packed(x, D: gl.constexpr):
+    """E4M3 codes, four a word: int32 [64, columns / 4]; columns (j, c, e) of each 16 come in the order (c, j, e)."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    ordered = x.reshape([ROWS, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLUMNS])
+    pairs = gl.convert_layout(ordered, operand_layout(D)).reshape([ROWS, COLUMNS // 4, 2, 2])
+    even, odd = gl.split(pairs)
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    return pack_e4m3(first, second, third, fourth)
+
+
+@gluon.jit
+def operand(words, D: gl.constexpr):
+    """The words of `packed` as wgmma's A operand, E4M3 [64, columns]."""
+    COLUMNS: gl.constexpr = 4 * words.shape[1]
+    OPERAND: gl.constexpr = operand_layout(D)
+    CODES: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.int32, OPERAND).reshape([ROWS, COLUMNS // 4, 4]).type.layout
+    repeated = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, CODES)), 2)
+    repeated = repeated.broadcast_to([ROWS, COLUMNS // 4, 4]).reshape([ROWS, COLUMNS])
+    return unpack_e4m3(gl.convert_layout(repeated, OPERAND))
+
+
+@gluon.jit
+def raised(ds, sums, reference, lift):
+    """dS, its sums so far and the rows' reference exponents, brought down where a row of dS exceeds E4M3. The sums are also
+    multiplied by `lift`, one number for all rows."""
+    largest = gl.max(gl.abs(ds), 1)
+    exponent = (largest.to(gl.int32, bitcast=True) >> 23) - 127
+    rise = gl.where(largest > TOP, exponent - HEADROOM, 0).to(gl.float32)
+    factor = gl.exp2(-rise)
+    return rescale(ds, factor, ds.shape[1]), rescale(sums, factor * lift, sums.shape[1]), reference + rise
+
+
+@gluon.jit
+def power(code):
+    """2^(code - 127) of E8M0 codes; 255 marks NaN, which the codes carry: 1."""
+    bits = gl.where(code == 0, 1 << 22, gl.where(code == 255, 127 << 23, code << 23))
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def exponent_of(code):
+    """code - 127 as a float; 0 for 255."""
+    return gl.where(code == 255, 0, code - 127).to(gl.float32)
+
+
+@gluon.jit
+def start_of(exponent):
+    """A block's exponent as a first reference takes it: that of an all-zero block, -127, says nothing about dS."""
+    return gl.where(exponent < -126.5, -60.0, exponent)
+
+
+@gluon.jit
+def magnitude(x):
+    """floor(log2 |x|) as a float, -127 for zero."""
+    return (((x.to(gl.int32, bitcast=True) >> 23) & 255) - 127).to(gl.float32)
+
+
+@gluon.jit
+def _across_registers(x, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
+    """One Hadamard stage over channels that one thread holds."""
+    LAYOUT: gl.constexpr = x.type.layout
+    parts = x.reshape([ROWS, WIDTH // (2 * STRIDE), 2, STRIDE]).permute((0, 1, 3, 2))
+    a, b = gl.split(parts)
+    return gl.convert_layout(gl.join(a + b, a - b).permute((0, 1, 3, 2)).reshape([ROWS, WIDTH]), LAYOUT)
+
+
+@gluon.jit
+def _across_lanes(x, WIDTH: gl.constexpr, STRIDE: gl.constexpr):
+    """One Hadamard stage over channels that neighbouring lanes hold: channels 2 and 4 apart are lanes 1 and 2 apart."""
+    channel = gl.arange(0, WIDTH, gl.SliceLayout(0, x.type.layout))
+    sign = gl.where((channel & STRIDE) == 0, 1.0, -1.0)[None, :]
+    return x * sign + from_lane(x, STRIDE // 2)
+
+
+@gluon.jit
+def rotated(x, D: gl.constexpr):
+    """`formats.hadamard` of the rows of an accumulator [64, D]: the same stages in the same order."""
+    x = _across_registers(x, D, 1)
+    x = _across_lanes(x, D, 2)
+    x = _across_lanes(x, D, 4)
+    x = _across_registers(x, D, 8)
+    x = _across_registers(x, D, 16)
+    x = _across_registers(x, D, 32)
+    if D == 128:
+        x = _across_registers(x, D, 64)
+    return x
+
+
+@gluon.jit
+def store_rows(out, x, staging, first, rows, head, heads, D: gl.constexpr):
+    """Rows of an accumulator to out [tokens, heads, D] from token `first` on, by way of shared memory [64, D]."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    staging.store(x)
+    result = staging.load(LAYOUT).to(out.dtype.element_ty)
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    channel = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    place = (first + r).to(gl.int64) * heads + head
+    gl.store(out + place[:, None] * D + channel[None, :], result, mask=(r < rows)[:, None])
+
+
+@gluon.jit
+def _places(CHUNK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Offsets in a master of what each thread holds, 16 bytes at a time: [CHUNK, 128, 4]."""
+    PLANE: gl.constexpr = gl.SliceLayout(2, LAYOUT)
+    chunk = gl.arange(0, CHUNK, gl.SliceLayout(1, PLANE))[:, None] * 512
+    thread = gl.arange(0, 128, gl.SliceLayout(0, PLANE))[None, :] * 4
+    four = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))
+    return (chunk + thread)[:, :, None] + four[None, :][None, :, :]
+
+
+@gluon.jit
+def _with_part(part, master, change, again, INDEX: gl.constexpr):
+    """part + master * 2^change for one chunk of channels, and the master's places; change [64 rows] by warp, lane / 4 and row."""
+    CHUNK: gl.constexpr = part.shape[0]
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(0, part.type.layout)))
+    factor = gl.exp2(gl.convert_layout(change, LAYOUT))[:, :, None, :][:, :, :, :, None][None, :, :, :, :, :]
+    FLAT: gl.constexpr = part.reshape([CHUNK, 128, 4]).type.layout
+    places = master + (_places(CHUNK, FLAT) + INDEX * CHUNK * 512)
+    before = gl.load(places, mask=again, other=0.0).reshape([CHUNK, 4, 8, 4, 2, 2])
+    return part + gl.convert_layout(before, part.type.layout) * factor, places
+
+
+@gluon.jit
+def promote(sums, master, change, again, D: gl.constexpr):
+    """Add an accumulator to its float32 master in global memory, in four chunks: ptxas then never holds all of both at once.
+    The master counts as zero unless `again`."""
+    CHUNK: gl.constexpr = D // 32
+    rows = by_row(change, sums)
+    parts = by_thread(sums, D).reshape([2, 2, CHUNK, 4, 8, 4, 2, 2]).permute((2, 3, 4, 5, 6, 7, 0, 1))
+    even, odd = gl.split(parts)
+    first, third = gl.split(even)
+    second, fourth = gl.split(odd)
+    total, places = _with_part(first, master, rows, again, 0)
+    gl.store(places, total.reshape([CHUNK, 128, 4]))
+    total, places = _with_part(second, master, rows, again, 1)
+    gl.store(places, total.reshape([CHUNK, 128, 4]))
+    total, places = _with_part(third, master, rows, again, 2)
+    gl.store(places, total.reshape([CHUNK, 128, 4]))
+    total, places = _with_part(fourth, master, rows, again, 3)
+    gl.store(places, total.reshape([CHUNK, 128, 4]))
+
+
+@gluon.jit
+def with_master(sums, master, change, D: gl.constexpr):
+    """sums + master * 2^change."""
+    total, _ = _with_part(by_thread(sums, D), master, by_row(change, sums), True, 0)
+    return gl.convert_layout(total.permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, D]), sums.type.layout)

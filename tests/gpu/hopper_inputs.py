@@ -1,0 +1,50 @@
+"""Inputs that the tests of the Hopper kernels share."""
+
+import math
+
+import torch
+
+
+def normal(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def inputs(batch, queries, keys, heads, kv_heads, head_dim, dtype=torch.bfloat16):
+    return (normal(batch, heads, queries, head_dim, seed=1, dtype=dtype), normal(batch, kv_heads, keys, head_dim, seed=2,
+                                                                                 dtype=dtype),
+            normal(batch, kv_heads, keys, head_dim, seed=3, dtype=dtype))
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+
+
+def scores(q, k, scale=None):
+    """Exact base-two scores of every query with every key of its head group, flattened; q, k [.., H, S, D]."""
+    k = k.nan_to_num(posinf=0, neginf=0).float().repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+    factor = (q.shape[-1] ** -0.5 if scale is None else scale) * math.log2(math.e)
+    return (q.nan_to_num(posinf=0, neginf=0).float() @ k.mT * factor).flatten()
+
+
+def adversarial():
+    q, k, v = inputs(1, 1100, 1100, 2, 2, 128)
+    ramp = torch.linspace(0, 40, 1100, device="cuda")[:, None]
+    loud = k.clone()
+    loud[:, :, 1000] = 40 * q[:, :, 700]
+    blocks = torch.exp2(torch.randint(-30, 12, (1100, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(4)).float())
+    quiet, outlier, zero = v.clone(), v.clone(), torch.zeros_like(q)
+    quiet[:, :, 64:96], quiet[:, :, 300:700] = 0, quiet[:, :, 300:700] * 2.0**-12
+    outlier[:, :, 500, 3] = 1e4
+    return {"sharp": (8 * q, 4 * k, v), "climbing": (q, (k * ramp).to(k.dtype), v), "falling": (q, (k * ramp.flip(0)).to(k.dtype),
+                                                                                                v),
+            "late spike": (q, loud, v), "wild values": (q, k, (v * blocks).to(v.dtype)), "quiet values": (q, k, quiet),
+            "outlier": (q, k, outlier), "zeros": (zero, zero, zero), "tiny": (q * 1e-20, k * 1e-20, v * 1e-30),
+            "mean": (q, k, v + 2)}
+
+
+def packed(lengths, heads, kv_heads, head_dim, tail, keys=None):
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    cu_k = cu if keys is None else torch.tensor([0, *torch.tensor(keys).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    tokens, kv_tokens = sum(lengths) + tail, sum(keys or lengths) + tail
+    return (normal(tokens, heads, head_dim, seed=1), normal(kv_tokens, kv_heads, head_dim, seed=2),
+            normal(kv_tokens, kv_heads, head_dim, seed=3), cu, cu_k, max(lengths), max(keys or lengths))
