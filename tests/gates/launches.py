@@ -130,6 +130,7 @@ def variants(everything: bool, listed: set[str]) -> tuple[list[tuple], list[str]
             continue
         for function, *rest in launches:
             if function.__module__ not in listed:
-                name = f"{function.__module__.rpartition('.')[2]}-{call}"
+                module, kernel = function.__module__.rpartition(".")[2], function.__name__
+                name = f"{module}{kernel if kernel.startswith('_') and kernel[1:] != module else ''}-{call}"
                 found.setdefault(repr((function.__module__, function.__name__, *rest)), (name, function, *rest))
     return list(found.values()), failed
