@@ -6,7 +6,7 @@ whatever the tables are built from.
 """
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,11 @@ EVERYTHING = 1 << 29
 DOCUMENT_COLUMNS = 8
 WORK_COLUMNS = 8
 NUM_WARPS = 8
+
+
+def on_device(like: Tensor) -> AbstractContextManager:
+    """The device that launches go to. The interpreter runs on CPU tensors, which have no device to enter."""
+    return torch.cuda.device(like.device) if like.is_cuda else nullcontext()
 
 
 @dataclass(frozen=True)
@@ -199,8 +204,7 @@ def _launch(like: Tensor, documents: int, tokens_q: int, tokens_k: int, total_q:
     none = result.count
     entries = 64
     grid = (max(1, -(-max(max_q, max_k, max_work) // entries)),)
-    # The interpreter runs on CPU tensors, which have no device to enter.
-    with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
+    with on_device(like):
         _build[grid](result.documents, result.q_tiles, result.k_tiles, result.work, result.count,
                      none if cu_q is None else cu_q, none if cu_k is None else cu_k, none if lengths is None else lengths,
                      documents, tokens_q, tokens_k, max_q, max_k, max_work, PACKED=packed, HAS_LENGTHS=lengths is not None,

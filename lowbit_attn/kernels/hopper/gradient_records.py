@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit_attn.kernels.tiling import Tiling
+from lowbit_attn.kernels.tiling import Tiling, on_device
 
 QUERIES = 64
 """Queries of a tile, half of a padded tile of the tiling."""
@@ -174,7 +174,7 @@ def gradient_records(tiling: Tiling, q_scales: Tensor, do_group: Tensor, lse: Te
 
     result = GradientRecords(empty(kv_heads, 2 * q_count), empty(kv_heads, 2 * q_count), empty(heads, 2 * q_count, VECTOR),
                              empty(k_count, WORK_COLUMNS, dtype=torch.int32), empty(1, dtype=torch.int32))
-    with torch.cuda.device(lse.device):
+    with on_device(lse):
         _references[(documents, kv_heads)](tiling.documents, do_group, result.reference, result.lifts, groups, q_count,
                                            LOWEST=LOWEST_REFERENCE, CHUNK=64, num_warps=1)
         _vectors[(q_count, heads)](tiling.documents, tiling.q_tiles, q_scales, do_group, lse, delta, result.reference,
