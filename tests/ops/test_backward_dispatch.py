@@ -18,7 +18,8 @@ def test_hopper_runs_its_own_backward(head_dim):
 
 
 @pytest.mark.parametrize(("recipe", "head_dim", "reason"), [
-    ("mxfp8", 256, "head_dims up to 128, got 256"), ("mxfp8:ds=bf16", 128, "ds=e4m3/square32"), ("mxfp8:do=bf16", 128, "do=e4m3/token_block"),
+    ("mxfp8", 256, "head_dims up to 128, got 256"), ("mxfp8:ds=bf16", 128, "ds=e4m3/square32"),
+    ("mxfp8:do=bf16", 128, "do=e4m3/token_block"),
     ("mxfp8:p_grad_log2_scale=7", 128, "2\\^8")])
 def test_what_hopper_cannot_do_goes_to_the_reference_with_the_reason(recipe, head_dim, reason):
     with pytest.warns(LowbitFallbackWarning, match=reason):

@@ -86,8 +86,9 @@ class TestInterpreted:
                 shift = block * 128 - diagonal
                 first = max(shift, 0) // 64
                 number = max(-(-q_len // 64) - first, 0) if k_valid > block * 128 else 0
-                expected.append((-number, len(expected), [k_start + block * 128, k_len - block * 128, k_valid - block * 128, q_start,
-                                                          2 * q_tile, q_len, first, number, shift, n]))
+                entry = [k_start + block * 128, k_len - block * 128, k_valid - block * 128, q_start, 2 * q_tile, q_len, first,
+                         number, shift, n]
+                expected.append((-number, len(expected), entry))
         count = records.count.item()
         assert count == len(expected)
         assert records.work[:count].tolist() == [entry for *_, entry in sorted(expected)]
