@@ -108,6 +108,8 @@ class _Stages:
         """Start the clock of a stage; calling the result counts one step and shows a note."""
         task = self._tasks[name]
         self._progress.start_task(task)
+        if not console.is_terminal:  # bars are drawn once, at the end, where nobody sees them move
+            console.print(f"{name} ...")
 
         def step(note: str) -> None:
             self._progress.update(task, advance=1, note=note)

@@ -3,8 +3,8 @@
 Every message names the argument, what came and what is accepted.
 """
 
-import math
 import os
+import sys
 from itertools import pairwise
 
 import torch
@@ -21,6 +21,9 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}; accepted: a tensor {shown}")
+        if x.is_nested:
+            raise TypeError(f"{name}: got a nested tensor; accepted: a strided tensor {shown}, or packed documents in "
+                            "varlen_attention")
         if x.ndim != len(layout):
             raise ValueError(f"{name}: got rank {x.ndim}, shape {tuple(x.shape)}; accepted: {shown}")
         if x.layout != torch.strided:
@@ -57,8 +60,9 @@ def check_options(scale: float | None, **flags: bool) -> None:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         came = "a tensor" if isinstance(scale, Tensor) else repr(scale)
         raise TypeError(f"scale: got {came}; accepted: a float, or None for head_dim^-0.5")
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"scale: got {scale}; accepted: a finite float, or None for head_dim^-0.5")
+    if not -sys.float_info.max <= scale <= sys.float_info.max:
+        came = "an int beyond the range of floats" if isinstance(scale, int) else scale
+        raise ValueError(f"scale: got {came}; accepted: a finite float, or None for head_dim^-0.5")
 
 
 def check_bound(name: str, bound: int) -> None:

@@ -50,6 +50,11 @@ def test_every_stage_ran_to_its_end(report):
     assert terminal.count("8/8") == 4
 
 
+def test_a_log_shows_each_stage_as_it_begins(report):
+    stages = ["train bf16 ...", "train mxfp8 ..."]
+    assert [line for line in report[1].splitlines() if line.strip().endswith("...")][:2] == stages
+
+
 @pytest.mark.parametrize(("arguments", "problem"), [
     (("--recipe", "fused_mxfp4"), "inference only"),
     (("--recipe", "mxfp9"), "got 'mxfp9'; accepted names"),
