@@ -61,7 +61,7 @@ def check_options(scale: float | None, **flags: bool) -> None:
         came = "a tensor" if isinstance(scale, Tensor) else repr(scale)
         raise TypeError(f"scale: got {came}; accepted: a float, or None for head_dim^-0.5")
     if not -sys.float_info.max <= scale <= sys.float_info.max:
-        came = "an int beyond the range of floats" if isinstance(scale, int) else scale
+        came = "an int beyond the range of floats" if isinstance(scale, int) else str(scale)
         raise ValueError(f"scale: got {came}; accepted: a finite float, or None for head_dim^-0.5")
 
 
