@@ -4,12 +4,14 @@ import csv
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lowbit_attn.cli.benchmarks import by_autograd, gradients, training, workloads
+import lowbit_attn
+from lowbit_attn.cli.benchmarks import by_autograd, gradients, ours, training, workloads
 from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, Trainer, TrainingCall, UnavailableError, first
 from lowbit_attn.cli.benchmarks.gradients import NAMES, ExactGradients
 from lowbit_attn.cli.benchmarks.peers import BF16_PEERS
@@ -193,3 +195,9 @@ def test_a_baseline_of_one_scope_serves_every_scope():
     assert record.ratios(rows[1]) == {"b": 2.0}
     assert record.ratios(rows[3]) == {"b": 1.0}
     assert Record(record.environment, rows[:3]).ratios(rows[0]) == {"b": 6.0}
+
+
+def test_hoppers_kernels_are_timed_alone_and_only_backwards(monkeypatch):
+    monkeypatch.setattr(lowbit_attn, "explain", lambda recipe, device: SimpleNamespace(backend="hopper"))
+    alone = [x for x in ours.trainers("mxfp8", CPU) if x.name == "mxfp8 kernels"]
+    assert [x.scopes for x in alone] == [(Scope.BACKWARD,)]

@@ -53,11 +53,13 @@ class TrainingCall:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What takes part in a measurement of training: `bind` gets inputs that require grad and dO in the query's shape."""
+    """What takes part in a measurement of training: `bind` gets inputs that require grad and dO in the query's shape. `scopes`:
+    the backward alone, the whole call, or both."""
 
     name: str
     bind: Callable[[Inputs, Tensor], TrainingCall]
     baseline: bool = False
+    scopes: tuple[Scope, ...] = (Scope.BACKWARD, Scope.TRAINING)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import lowbit_attn
 from lowbit_attn.cli.benchmarks import by_autograd
-from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, Trainer, UnavailableError, first
+from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, Trainer, TrainingCall, UnavailableError, first
 from lowbit_attn.cli.benchmarks.workloads import Inputs
 from lowbit_attn.recipes import UNQUANTIZED, resolve
 
@@ -34,7 +34,11 @@ def trainers(recipe: str, device: torch.device) -> list[Trainer]:
     backend = lowbit_attn.explain(recipe, device).backend
     repeatable = Contender(f"{whole.name} deterministic", Scope.QUANTIZED,
                            lambda inputs: _whole_call(inputs, recipe, backend, deterministic=True))
-    return [by_autograd.trainer(whole), by_autograd.trainer(repeatable)]
+    found = [by_autograd.trainer(whole), by_autograd.trainer(repeatable)]
+    if backend == "hopper":
+        found.append(Trainer(f"{recipe} kernels", lambda inputs, grad: _backward_kernels(inputs, grad, recipe),
+                             scopes=(Scope.BACKWARD,)))
+    return found
 
 
 def _refuse(inputs: Inputs, recipe: str, backend: str) -> None:
@@ -66,6 +70,30 @@ def _whole_call(inputs: Inputs, recipe: str, backend: str, deterministic: bool =
                                             backend=chosen, deterministic=deterministic)
 
     return Bound(packed if workload.packed else dense, first)
+
+
+def _backward_kernels(inputs: Inputs, grad: Tensor, recipe: str) -> TrainingCall:
+    """The backward's kernels on operands that are quantized, transposed and tiled beforehand."""
+    from lowbit_attn.kernels.hopper import backward as kernels
+    from lowbit_attn.ops import hopper
+
+    _refuse(inputs, recipe, "hopper")
+    parsed, packed = resolve(recipe), inputs.cu is not None
+    if refusal := kernels.refusal(parsed, grad.shape[-1]):
+        raise UnavailableError(refusal)
+    options: dict[str, Any] = {"is_causal": inputs.workload.causal, "scale": None,
+                               "cu_seq": None if inputs.cu is None else (inputs.cu, inputs.cu)}
+    q, k, v, do = (x.detach() if packed else x.detach().transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value, grad))
+    output, lse, *saved = hopper.forward(q, k, v, parsed, save=True, **options)
+    prepared = kernels.prepare(do, None, output, lse, kernels.Saved(*saved), parsed, **options)
+
+    def gradients(result: Any) -> tuple[Tensor, ...]:
+        return tuple(result) if packed else tuple(x.transpose(1, 2) for x in result)
+
+    def run() -> tuple[Tensor, ...]:
+        return kernels.run(prepared)
+
+    return TrainingCall(run, run, gradients, sum(x.numel() * x.element_size() for x in (output, lse, *saved)))
 
 
 def _kernel(inputs: Inputs, recipe: str, backend: str) -> Bound:

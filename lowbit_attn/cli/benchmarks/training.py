@@ -31,7 +31,7 @@ def trainers(recipes: Sequence[str], device: torch.device) -> list[Trainer]:
 
 def measure(workload: Workload, taking_part: Sequence[Trainer], device: torch.device, rounds: int,
             layout: Layout = Layout.BSHD) -> list[Row]:
-    """Two rows per contender; one that does not run here gets rows that say why."""
+    """A row per contender and scope; one that does not run here gets rows that say why."""
     drawn = Inputs.draw(workload, device, layout)
     inputs = replace(drawn, **{name: getattr(drawn, name).requires_grad_() for name in ("query", "key", "value")})
     grad = Inputs.draw(replace(workload, v_mean=0.0), device, layout, seed=1).query
@@ -48,7 +48,7 @@ def measure(workload: Workload, taking_part: Sequence[Trainer], device: torch.de
         return Candidate(trainer.name, scope, trainer.baseline, flops, prepare)
 
     found = candidates.rows(workload, [candidate(trainer, scope) for trainer in taking_part
-                                       for scope in (Scope.BACKWARD, Scope.TRAINING)], device, rounds)
+                                       for scope in trainer.scopes], device, rounds)
     return _with_ratio(found)
 
 

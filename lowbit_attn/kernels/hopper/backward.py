@@ -74,57 +74,48 @@ def tiling_of(output: Tensor, keys: int, *, is_causal: bool, bottom_right: bool,
     return dense_tiling(output, keys, align=align, key_lengths=key_lengths, block_rows=BLOCK)
 
 
-def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: Saved, recipe: Recipe, *,
-             scale: float | None = None, is_causal: bool = False, bottom_right: bool = False, key_lengths: Tensor | None = None,
-             cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, contiguous, in grad_output's dtype; `output` and `lse` as the forward returned them."""
-    recipe = recipe.effective()
-    head_dim, packed = grad_output.shape[-1], cu_seq is not None
-    scale = head_dim**-0.5 if scale is None else scale
-    heads, kv_heads, keys = output.shape[-2], saved.k_codes.shape[-2], saved.k_codes.shape[-3]
-    if 0 in (output.numel(), saved.k_codes.numel()):
-        return tuple(grad_output.new_zeros(x.shape) for x in (saved.q_codes, saved.k_codes, saved.v_codes))  # type: ignore[return-value]
-    dim = next(d for d in HEAD_DIMS if d >= head_dim)
-    codes = [saved.q_codes, saved.k_codes, saved.v_codes]
-    if dim != head_dim:
-        grad_output, output, *codes = (torch.nn.functional.pad(x, (0, dim - head_dim)) for x in (grad_output, output, *codes))
-    q_codes, k_codes, v_codes = (x.contiguous() for x in codes)
-    output, lse = output.contiguous(), lse.contiguous()
-    tokens = output.shape[-3]
-    q_extra = 0 if packed else (heads - 1) * tokens
-    tiling = tiling_of(output, keys, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
-    made = quantize_gradient(grad_output, output, None if grad_lse is None else grad_lse.float().contiguous(), q_codes, k_codes,
-                             tiling, head_stride=tokens, document_extra=q_extra, packed=packed)
-    factor = scale * math.log2(math.e)
-    records = gradient_records(tiling, saved.q_scales, made.do_group, lse, made.delta, kv_heads=kv_heads, factor=factor,
-                               head_stride=tokens, document_extra=q_extra)
-    grads = tuple(torch.empty_like(x, dtype=grad_output.dtype) for x in (q_codes, k_codes, v_codes))
-    rotate = recipe.rotates(head_dim) and dim == head_dim
-    call = _Call(tiling, saved, made, records, heads, kv_heads, keys, tokens, packed, scale, dim, rotate)
-    with torch.cuda.device(output.device):
-        call.key_gradients(q_codes, k_codes, v_codes, grads[1], grads[2])
-        call.query_gradients(q_codes, k_codes, v_codes, lse, grads[0])
-    return grads if dim == head_dim else tuple(x[..., :head_dim].contiguous() for x in grads)  # type: ignore[return-value]
-
-
 @dataclass(frozen=True)
-class _Call:
-    """What the two kernels of one call share."""
+class Prepared:
+    """Operands and tables of one call, padded to `dim` channels; `head_dim` is the caller's."""
 
     tiling: Tiling
     saved: Saved
     made: Gradient
     records: GradientRecords
-    heads: int
-    kv_heads: int
-    keys: int
-    tokens: int
+    lse: Tensor
+    dtype: torch.dtype
+    head_dim: int
     packed: bool
     scale: float
-    dim: int
     rotate: bool
 
-    def _extra(self, heads: int, tokens: int) -> int:
+    @property
+    def dim(self) -> int:
+        """Channels that the kernels see."""
+        return self.saved.q_codes.shape[-1]
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.saved.q_codes.shape[-2]
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.saved.k_codes.shape[-2]
+
+    @property
+    def tokens(self) -> int:
+        """Queries of a batch item, or of all documents."""
+        return self.saved.q_codes.shape[-3]
+
+    @property
+    def keys(self) -> int:
+        """Keys of a batch item, or of all documents."""
+        return self.saved.k_codes.shape[-3]
+
+    def extra(self, heads: int, tokens: int) -> int:
+        """What `document_extra` is for tensors of one value per token and head."""
         return 0 if self.packed else (heads - 1) * tokens
 
     def _group(self, heads: int) -> int:
@@ -136,8 +127,9 @@ class _Call:
         return {"D": self.dim, "STAGES": config.stages, "PROMOTE": config.promote, "ROTATE": self.rotate,
                 "REGISTERS": config.registers, "num_warps": 4}
 
-    def key_gradients(self, q: Tensor, k: Tensor, v: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
+    def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> None:
         """Launch dK and dV."""
+        q, k, v = self.saved.q_codes, self.saved.k_codes, self.saved.v_codes
         programs = min(processors(k.device), self.tiling.k_tiles.numel() * self.kv_heads)
         masters = torch.empty(programs * 4 * ROWS * self.dim, dtype=torch.float32, device=k.device)
         key_gradients[(programs,)](
@@ -145,18 +137,19 @@ class _Call:
             self._columns(self.made.do_t, ROWS), vector_descriptor(self.records.vectors), self._rows(k, ROWS), self._rows(v, ROWS),
             grad_key, grad_value, self.saved.k_scales, self.saved.v_scales, self.records.vectors, self.records.reference,
             self.records.lifts, self.records.work, self.records.count, masters, self.kv_heads, self.heads // self.kv_heads,
-            self.keys, self._extra(self.kv_heads, self.keys), 2 * self.tiling.q_tiles.numel(), self.scale,
+            self.keys, self.extra(self.kv_heads, self.keys), 2 * self.tiling.q_tiles.numel(), self.scale,
             self._group(self.kv_heads), P_LOG2=P_GRAD_LOG2, **self._constants(KEYS[self.dim]))
 
-    def query_gradients(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, grad_query: Tensor) -> None:
+    def query_gradients(self, grad_query: Tensor) -> None:
         """Launch dQ."""
+        q, k, v = self.saved.q_codes, self.saved.k_codes, self.saved.v_codes
         programs = min(processors(q.device), self.tiling.work.shape[0] * self.heads)
         query_gradients[(programs,)](
             self._rows(q, ROWS), self._rows(self.made.do_codes, ROWS), self._rows(k, BLOCK), self._rows(v, BLOCK),
-            self._columns(self.made.k_t, BLOCK), grad_query, self.saved.q_scales, self.made.do_group, lse, self.made.delta,
+            self._columns(self.made.k_t, BLOCK), grad_query, self.saved.q_scales, self.made.do_group, self.lse, self.made.delta,
             self.saved.k_scales, self.saved.v_scales, self.tiling.documents, self.tiling.work, self.tiling.count, self.heads,
-            self.heads // self.kv_heads, self.tokens, self._extra(self.heads, self.tokens), self.keys,
-            self._extra(self.kv_heads, self.keys), self.tiling.q_tiles.numel(), self.scale * math.log2(math.e), self.scale,
+            self.heads // self.kv_heads, self.tokens, self.extra(self.heads, self.tokens), self.keys,
+            self.extra(self.kv_heads, self.keys), self.tiling.q_tiles.numel(), self.scale * math.log2(math.e), self.scale,
             self._group(self.heads), **self._constants(QUERIES[self.dim]))
 
     def _rows(self, codes: Tensor, rows: int) -> Any:
@@ -172,3 +165,53 @@ def vector_descriptor(vectors: Tensor) -> Any:
     """Records of query tiles, one of them at a time."""
     return TensorDescriptor.from_tensor(vectors.view(-1), [VECTOR],
                                         gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
+
+
+def prepare(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: Saved, recipe: Recipe, *,
+            scale: float | None = None, is_causal: bool = False, bottom_right: bool = False, key_lengths: Tensor | None = None,
+            cu_seq: tuple[Tensor, Tensor] | None = None) -> Prepared:
+    """Tile, quantize dO and transpose what the kernels contract over tokens; arguments as in `backward`."""
+    recipe = recipe.effective()
+    head_dim, packed = grad_output.shape[-1], cu_seq is not None
+    scale = head_dim**-0.5 if scale is None else scale
+    heads, kv_heads, keys = output.shape[-2], saved.k_codes.shape[-2], saved.k_codes.shape[-3]
+    dim = next(d for d in HEAD_DIMS if d >= head_dim)
+    codes = [saved.q_codes, saved.k_codes, saved.v_codes]
+    if dim != head_dim:
+        grad_output, output, *codes = (torch.nn.functional.pad(x, (0, dim - head_dim)) for x in (grad_output, output, *codes))
+    q_codes, k_codes, v_codes = (x.contiguous() for x in codes)
+    saved = Saved(q_codes, saved.q_scales, k_codes, saved.k_scales, v_codes, saved.v_scales)
+    output, lse = output.contiguous(), lse.contiguous()
+    tokens = output.shape[-3]
+    extra = 0 if packed else (heads - 1) * tokens
+    tiling = tiling_of(output, keys, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
+    made = quantize_gradient(grad_output, output, None if grad_lse is None else grad_lse.float().contiguous(), q_codes, k_codes,
+                             tiling, head_stride=tokens, document_extra=extra, packed=packed)
+    records = gradient_records(tiling, saved.q_scales, made.do_group, lse, made.delta, kv_heads=kv_heads,
+                               factor=scale * math.log2(math.e), head_stride=tokens, document_extra=extra)
+    return Prepared(tiling, saved, made, records, lse, grad_output.dtype, head_dim, packed, scale,
+                    recipe.rotates(head_dim) and dim == head_dim)
+
+
+def run(prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous."""
+    saved = prepared.saved
+    query, key, value = (torch.empty_like(x, dtype=prepared.dtype) for x in (saved.q_codes, saved.k_codes, saved.v_codes))
+    with torch.cuda.device(query.device):
+        prepared.key_gradients(key, value)
+        prepared.query_gradients(query)
+    if prepared.dim == prepared.head_dim:
+        return query, key, value
+    query, key, value = (x[..., :prepared.head_dim].contiguous() for x in (query, key, value))
+    return query, key, value
+
+
+def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: Saved, recipe: Recipe, *,
+             scale: float | None = None, is_causal: bool = False, bottom_right: bool = False, key_lengths: Tensor | None = None,
+             cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, contiguous, in grad_output's dtype; `output` and `lse` as the forward returned them."""
+    if 0 in (output.numel(), saved.k_codes.numel()):
+        query, key, value = (grad_output.new_zeros(x.shape) for x in (saved.q_codes, saved.k_codes, saved.v_codes))
+        return query, key, value
+    return run(prepare(grad_output, grad_lse, output, lse, saved, recipe, scale=scale, is_causal=is_causal,
+                       bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq))
