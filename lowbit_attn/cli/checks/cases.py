@@ -67,11 +67,11 @@ def allowance(largest: float = 0.25) -> float:
 
     Four additions of a coordinate round by at most half a unit each. In units of the 16-bit pattern that is the chance of
     another pattern; one in 16 patterns is next to a rounding boundary of P, and crossing it moves P by one code, an eighth at
-    most. Errors of keys are independent, so their root mean square is that of the output.
+    most. Errors of keys are independent, so their root mean square is that of the output; twice it, for small calls have few.
     """
     unit = 2.0 ** (math.floor(math.log2(largest)) - 23)
     other_pattern = min(1.0, 4 * unit / 2 * 65535)
-    return math.sqrt(other_pattern / 16) / 8 + EXACT
+    return 2 * math.sqrt(other_pattern / 16) / 8 + EXACT
 
 
 def ordinary_allowance(name: str) -> float:

@@ -25,8 +25,6 @@ enum { ATTENTION_WAVES = 8, HALF = ATTENTION_WAVES / 2, QUERY_TILE = ATTENTION_W
 
 template <int N> struct Int { static constexpr int value = N; };
 
-LB_INLINE int clamped(int x, int most) { return isa::uniform(x < 0 ? 0 : x > most ? most : x); }
-
 /// The fragments of a pair.
 template <Element E> struct Pair { Fragment<E> first, second; };
 template <Element E> LB_INLINE Pair<E> split(const v4u* planes) {

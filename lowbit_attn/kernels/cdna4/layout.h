@@ -73,6 +73,9 @@ template <class R> LB_INLINE int first_key(int tile, int half) {
   return 64 * (tile / 2) + (wide ? 32 * (tile % 2) + 16 * half : 32 * half + 16 * (tile % 2));
 }
 
+/// x, the same in every lane, between 0 and most.
+LB_INLINE int clamped(int x, int most) { return isa::uniform(x < 0 ? 0 : x > most ? most : x); }
+
 /// The E8M0 code of the scale for a block whose largest magnitude has these bits (formats.scales, zero_exponent 0).
 template <class Rule> LB_INLINE unsigned scale_code(unsigned maximum) {
   constexpr unsigned bound = __builtin_bit_cast(unsigned, Rule::bound);

@@ -58,8 +58,8 @@ struct Sequence {
 LB_INLINE Sequence sequence(const QuantizeArgs& args, int batch, int head) {
   int first = 0, rows = args.rows;
   if (args.starts) {   // bounds clamped into the packed rows, like the reference's
-    first = args.starts[batch] < 0 ? 0 : args.starts[batch] > args.rows ? args.rows : args.starts[batch];
-    rows = (args.starts[batch + 1] > args.rows ? args.rows : args.starts[batch + 1]) - first;
+    first = clamped(args.starts[batch], args.rows);
+    rows = clamped(args.starts[batch + 1], args.rows) - first;
   }
   if (args.lengths && args.lengths[batch] < rows) rows = args.lengths[batch];
   long long offset = first * args.row_stride + batch * args.batch_stride + head * args.head_stride;
