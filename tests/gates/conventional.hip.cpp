@@ -1,5 +1,5 @@
-// The conventional softmax in the frame of the fused kernels, to count against them: online maximum, subtraction, v_exp_f32, row sum
-// and rescaling of O on the vector unit. Operands, tiles, schedule and PV are those of attention.h.
+// The conventional softmax in the frame of the fused kernels, to count against them: online maximum, subtraction, v_exp_f32, row
+// sum and rescaling of O on the vector unit. Operands, tiles, schedule and PV are those of attention.h.
 //
 // The 2xpk16 conversion interleaves its two sources, so score tiles 2b and 2b + 1 hold the even and odd keys of a lane's 32: the
 // caller permutes keys, not values. Q's exponents come reduced by nine and get it back.

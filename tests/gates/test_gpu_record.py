@@ -57,6 +57,12 @@ class TestFingerprint:
         (folder / "hopper" / "__pycache__" / "a.pyc").write_bytes(b"1")
         assert fingerprint(folder) == before
 
+    def test_kernels_of_other_hardware_do_not_count(self, folder):
+        before = fingerprint(folder)
+        (folder / "cdna4").mkdir()
+        (folder / "cdna4" / "a.h").write_bytes(b"1")
+        assert fingerprint(folder) == before
+
     @pytest.mark.parametrize(("name", "content"), [("hopper/a.py", b"x = 1\ny = 3\n"), ("hopper/b.py", b""),
                                                    ("c.hsaco", b"\x7fELF")])
     def test_contents_and_names_do(self, folder, name, content):

@@ -1,4 +1,5 @@
 // Fused-Softmax attention forward, algorithm 1 of the paper: 256 queries a workgroup, 128 keys a tile, head_dim up to 128.
+// Equal to reference.forward of the fused recipes up to the order of float32 sums; operands as in layout.h.
 //
 // Eight waves of 32 queries in two halves, one phase apart: while one half's matrix phase M(j) = PV(j - 1), QK(j) fills the matrix
 // cores, the other's vector phase S(j) does the softmax. K and V lie in two LDS slots each. The early half copies K(j + 1) from its
@@ -84,8 +85,9 @@ template <class R, class Softmax, class Memory> struct Wave {
   }
   template <int T> LB_MEMBER v16f score_tile(unsigned keys, v16f seed, v2u scales) const {
     Pair<R::qk> k = pair<R::qk>(keys, T);
-    v16f x = isa::mfma32<R::qk, R::qk, 2 * T % 4, 0>(operand<R::qk>(k.first), operand<R::qk>(q.first), seed, (int)scales[T / 2], q_scales);
-    return isa::mfma32<R::qk, R::qk, (2 * T + 1) % 4, 1>(operand<R::qk>(k.second), operand<R::qk>(q.second), x, (int)scales[T / 2], q_scales);
+    int scale = (int)scales[T / 2];
+    v16f x = isa::mfma32<R::qk, R::qk, 2 * T % 4, 0>(operand<R::qk>(k.first), operand<R::qk>(q.first), seed, scale, q_scales);
+    return isa::mfma32<R::qk, R::qk, (2 * T + 1) % 4, 1>(operand<R::qk>(k.second), operand<R::qk>(q.second), x, scale, q_scales);
   }
   template <int SLOT> LB_MEMBER void scores() { scores<SLOT>(softmax.seed); }
   template <int SLOT> LB_MEMBER void scores(v16f seed) {
@@ -110,7 +112,9 @@ template <class R, class Softmax, class Memory> struct Wave {
     softmax.freeze(__builtin_fmaxf(Softmax::maximum(s[0], s[1], -3e38f), Softmax::maximum(s[2], s[3], -3e38f)));
   }
   /// The sum of the row's P, of lane % 32.
-  LB_MEMBER float row_sum() const { return NARROW_SUM ? isa::from_lane(sum[0], lane % 16 + 32 * (lane / 16 % 2)) : wide_sum[0]; }
+  LB_MEMBER float row_sum() const {
+    return NARROW_SUM ? isa::from_lane(sum[0], lane % 16 + 32 * (lane / 16 % 2)) : wide_sum[0];
+  }
   LB_MEMBER float log_sum(float total) const { return softmax.log_sum(total); }
   /// The lane of this lane's row of O, seen from a lane that holds row sums: they lie 16 to a register row.
   LB_MEMBER unsigned sum_row() const { return lane % 16 + 16 * (lane / 32); }
@@ -128,8 +132,9 @@ template <class R, class Softmax, class Memory> struct Wave {
     constexpr int D = 2 * (F % 2), BYTE = F / 2 ? 3 : 1;
     int scale = R::block_scales ? (int)scales[F / 2] : v_scale;
     constexpr int FIRST = R::block_scales ? D : 0, SECOND = R::block_scales ? D + 1 : 0;
-    o[D] = isa::mfma32<R::v, R::p, FIRST, BYTE>(operand<R::v>(v.first), operand<R::p>(p[F / 2]), o[D], scale, (int)p_scales);
-    o[D + 1] = isa::mfma32<R::v, R::p, SECOND, BYTE>(operand<R::v>(v.second), operand<R::p>(p[F / 2]), o[D + 1], scale, (int)p_scales);
+    v8i weights = operand<R::p>(p[F / 2]);
+    o[D] = isa::mfma32<R::v, R::p, FIRST, BYTE>(operand<R::v>(v.first), weights, o[D], scale, (int)p_scales);
+    o[D + 1] = isa::mfma32<R::v, R::p, SECOND, BYTE>(operand<R::v>(v.second), weights, o[D + 1], scale, (int)p_scales);
   }
   template <int SLOT> LB_MEMBER void outputs() {
     constexpr unsigned values = SLOT * S::SLOT + S::KEY;
@@ -210,11 +215,12 @@ template <class R, class W, class Memory> LB_INLINE void attend(const AttentionA
     const LB_GLOBAL u8* all_values = args.value + (long long)kv_head * args.key_tiles * S::VALUE;
     isa::Buffer key_buffer = isa::buffer(all_keys, tiles * S::KEY), value_buffer = isa::buffer(all_values, tiles * S::VALUE);
     // Past the last tile, the wholly masked one of an odd number, the last is copied again.
+    auto within = [&](int j) { return j < tiles ? j : tiles - 1; };
     auto copy_keys = [&](int j, unsigned slot) {
-      copy_tile<R::qk, true, S::KEY>(lds, key_buffer, j < tiles ? j : tiles - 1, slot * S::SLOT, worker, lane);
+      copy_tile<R::qk, true, S::KEY>(lds, key_buffer, within(j), slot * S::SLOT, worker, lane);
     };
     auto copy_values = [&](int j, unsigned slot) {
-      copy_tile<R::v, R::block_scales, S::VALUE>(lds, value_buffer, j < tiles ? j : tiles - 1, slot * S::SLOT + S::KEY, worker, lane);
+      copy_tile<R::v, R::block_scales, S::VALUE>(lds, value_buffer, within(j), slot * S::SLOT + S::KEY, worker, lane);
     };
     auto is_late = [&] { return isa::pin_scalar(late) != 0; };
     long long record = ((long long)isa::group() * ATTENTION_WAVES + wave) * end * WAVE + lane;

@@ -58,7 +58,10 @@ inline u8 memory[LDS_LIMIT];
 inline Report* report;
 inline bool failed;
 
-template <int SIZE> struct Lds { static_assert(SIZE <= LDS_LIMIT, "LDS holds 160 KiB"); operator unsigned() const { return SIZE; } };
+template <int SIZE> struct Lds {
+  static_assert(SIZE <= LDS_LIMIT, "LDS holds 160 KiB");
+  operator unsigned() const { return SIZE; }
+};
 
 /// Ends the launch with a message.
 template <class... T> [[noreturn]] inline void fail(const char* format, T... values) {
@@ -108,11 +111,13 @@ template <class F> inline Results& together(int kind, F compute) {
 
 inline void touch(unsigned offset, unsigned bytes, bool write, bool in_flight) {
   if (offset % WORD || bytes % WORD) fail("LDS access of %u bytes at %u is not of whole words", bytes, offset);
-  if (offset + bytes > lds_size || offset + bytes < offset) fail("LDS access of %u bytes at %u, LDS has %u", bytes, offset, lds_size);
+  if (offset + bytes > lds_size || offset + bytes < offset)
+    fail("LDS access of %u bytes at %u, LDS has %u", bytes, offset, lds_size);
   int wave = current / WAVE;
   for (unsigned i = offset / WORD; i < (offset + bytes) / WORD; i++) {
     Word& w = words[i];
-    if (w.in_flight && (!write || w.in_flight - 1 != wave)) fail("LDS word %u is touched while wave %d's copy to it is in flight", i, w.in_flight - 1);
+    if (w.in_flight && (!write || w.in_flight - 1 != wave))
+      fail("LDS word %u is touched while wave %d's copy to it is in flight", i, w.in_flight - 1);
     if (w.written == epoch + 1 && w.writer != wave) fail("LDS word %u was written by wave %d, with no barrier since", i, w.writer);
     if (write) {
       if (w.read == epoch + 1 && w.readers & ~(1 << wave)) fail("LDS word %u is written over while other waves may read it", i);
@@ -140,7 +145,8 @@ inline const float* table(int element) {
   static bool filled;
   if (!filled)
     for (int e = 0; e < 5; e++)
-      for (int code = 0; code < 256; code++) values[e][code] = semantics::decode(e, code & ((1u << semantics::FORMATS[e].bits) - 1));
+      for (int code = 0; code < 256; code++)
+        values[e][code] = semantics::decode(e, code & ((1u << semantics::FORMATS[e].bits) - 1));
   filled = true;
   return values[element];
 }
@@ -340,7 +346,9 @@ LB_INLINE v2u swap_halves(unsigned x, unsigned y) {
 LB_INLINE float from_lane(float x, unsigned source) {
   using namespace emulator;
   lanes[current].in.x = bits<unsigned>(x), lanes[current].in.y = source;
-  return bits<float>(together(2, [](Lane* wave) { for (int i = 0; i < WAVE; i++) wave[i].out.x = wave[wave[i].in.y % WAVE].in.x; }).x);
+  return bits<float>(together(2, [](Lane* wave) {
+    for (int i = 0; i < WAVE; i++) wave[i].out.x = wave[wave[i].in.y % WAVE].in.x;
+  }).x);
 }
 LB_INLINE bool any(bool x) {
   using namespace emulator;

@@ -18,6 +18,8 @@ Run = Callable[[Launch], None]
 TILE, QUERY_TILE, CHANNELS = 128, 256, 128
 SCALES = 1024
 """Bytes for a key tile's scales, half of them padding."""
+LARGEST_KEYS = (2**31 - 1) // (16384 + SCALES) * TILE
+"""A head's packed keys are addressed by 31 bits."""
 LOG2E = 1.4426950408889634
 _BITS = {"e4m3": 8, "e2m3": 6, "e2m1": 4}
 _TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -115,14 +117,23 @@ def quantize(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, shape: S
     return packed
 
 
+def _nothing_seen(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Output and lse of rows that see no key."""
+    heads = (shape.sequences, shape.query_heads) if query.ndim == 4 else (shape.query_heads,)
+    lse = torch.full((*heads, query.shape[-3]), -torch.inf, dtype=torch.float32, device=query.device)
+    return torch.zeros(query.shape, dtype=query.dtype, device=query.device), lse
+
+
 def attend(packed: Packed, query: Tensor, keys: int, recipe: Recipe, shape: Shape, run: Run, *, key_lengths: Tensor | None,
            cu_seq: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
     """Output in query's shape and dtype, and lse; `keys` are key's rows. Rows of no document are zero, with lse -inf."""
-    output = query.new_zeros(query.shape)
     dense = cu_seq is None
     rows = query.shape[-3]
-    lse_shape = (shape.sequences, shape.query_heads, rows) if dense else (shape.query_heads, rows)
-    lse = torch.full(lse_shape, -torch.inf, dtype=torch.float32, device=query.device)
+    if dense:   # every row is written
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        lse = torch.empty((shape.sequences, shape.query_heads, rows), dtype=torch.float32, device=query.device)
+    else:
+        output, lse = _nothing_seen(query, shape)
     q_starts, k_starts = cu_seq or (None, None)
     args = AttentionArgs(pointer(packed.query), pointer(packed.key), pointer(packed.value), pointer(packed.broken),
                          pointer(packed.peak), pointer(q_starts), pointer(k_starts), pointer(key_lengths), pointer(output),
@@ -144,6 +155,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, run: Run,
     channels = query.shape[-1]
     if channels > CHANNELS:
         raise ValueError(f"head_dim: got {channels}; accepted by backend 'cdna4': up to {CHANNELS}")
+    if key.shape[-3] > LARGEST_KEYS:
+        raise ValueError(f"keys: got {key.shape[-3]}; accepted by backend 'cdna4': up to {LARGEST_KEYS}")
     if kernel_suffix(recipe) is None:
         raise ValueError(f"recipe: got {recipe.canonical!r}; accepted by backend 'cdna4': {', '.join(RECIPES)}")
     scale = channels**-0.5 if scale is None else scale
@@ -153,7 +166,6 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, run: Run,
     lengths = None if key_lengths is None else key_lengths.to(torch.int32).contiguous()
     starts = None if cu_seq is None else (cu_seq[0].to(torch.int32).contiguous(), cu_seq[1].to(torch.int32).contiguous())
     if 0 in (shape.sequences, shape.queries, shape.keys, shape.query_heads, channels):
-        lse_shape = (sequences, shape.query_heads, query.shape[-3]) if cu_seq is None else (shape.query_heads, query.shape[0])
-        return query.new_zeros(query.shape), torch.full(lse_shape, -torch.inf, dtype=torch.float32, device=query.device)
+        return _nothing_seen(query, shape)
     packed = quantize(query, key, value, recipe, shape, run, scale=scale, key_lengths=lengths, cu_seq=starts)
     return attend(packed, query, key.shape[-3], recipe, shape, run, key_lengths=lengths, cu_seq=starts)

@@ -110,7 +110,9 @@ template <Element A, Element B, int SELECT_A, int SELECT_B> LB_INLINE v4f mfma16
 
 LB_INLINE unsigned pack_unorm16(float low, float high) { return bits<unsigned>(__builtin_amdgcn_cvt_pknorm_u16(low, high)); }
 LB_INLINE v6u fp6_from_bf16(v32bf x, float scale) { return __builtin_amdgcn_cvt_scalef32_pk32_fp6_bf16(x, scale); }
-LB_INLINE v6u fp6_from_f32(v16f even, v16f odd, float scale) { return __builtin_amdgcn_cvt_scalef32_2xpk16_fp6_f32(even, odd, scale); }
+LB_INLINE v6u fp6_from_f32(v16f even, v16f odd, float scale) {
+  return __builtin_amdgcn_cvt_scalef32_2xpk16_fp6_f32(even, odd, scale);
+}
 template <int HALF> LB_INLINE v2s fp8_from_bf16(v2s old, v2bf x, float scale) {
   return __builtin_amdgcn_cvt_scalef32_pk_fp8_bf16(old, x, scale, HALF);
 }
@@ -132,7 +134,9 @@ LB_INLINE bool any(bool x) { return __builtin_amdgcn_ballot_w64(x) != 0; }
 LB_INLINE float exp2(float x) { return __builtin_amdgcn_exp2f(x); }
 LB_INLINE float log2(float x) { return __builtin_amdgcn_logf(x); }
 LB_INLINE unsigned field(unsigned x, unsigned offset, unsigned width) { return __builtin_amdgcn_ubfe(x, offset, width); }
-LB_INLINE void raise(LB_GLOBAL unsigned* x, unsigned least) { __scoped_atomic_fetch_max(x, least, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE); }
+LB_INLINE void raise(LB_GLOBAL unsigned* x, unsigned least) {
+  __scoped_atomic_fetch_max(x, least, __ATOMIC_RELAXED, __MEMORY_SCOPE_DEVICE);
+}
 /// Tells the emulator's observer; nothing on a device.
 template <class... T> LB_INLINE void observe(T...) {}
 

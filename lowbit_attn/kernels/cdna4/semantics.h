@@ -68,7 +68,9 @@ inline int operand_k(int element, int rows, int lane, int j) {
 inline int scale_lane(int rows, int row, int block) { return row + rows * block; }
 
 /// The row of D in register r of a lane; its column is lane % rows.
-inline int result_row(int rows, int lane, int r) { return rows == 32 ? 8 * (r / 4) + 4 * (lane / 32) + r % 4 : 4 * (lane / 16) + r; }
+inline int result_row(int rows, int lane, int r) {
+  return rows == 32 ? 8 * (r / 4) + 4 * (lane / 32) + r % 4 : 4 * (lane / 16) + r;
+}
 
 /// An E8M0 scale; 255 is NaN (OCP MX v1.0 section 5.4.1).
 inline double power(int code) { return code == 255 ? (double)NAN : ldexp(1.0, code - 127); }

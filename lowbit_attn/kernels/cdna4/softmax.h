@@ -1,7 +1,7 @@
 // Fused-Softmax for a wave's 32 queries and one key tile: frozen maximum, gate, Schraudolph's map, two-stage conversion.
 //
-// Scores come as affine coordinates a = C (X - m) + D, C = 2^-9, straight from the QK MFMA: C is in Q's exponents, beta = D - C m in
-// the accumulator. What is left for the vector unit (Fused-Softmax 4.2) is a maximum, v_cvt_pknorm_u16 (stage A: the code is the
+// Scores come as affine coordinates a = C (X - m) + D, C = 2^-9, straight from the QK MFMA: C is in Q's exponents, beta = D - C m
+// in the accumulator. What is left for the vector unit (Fused-Softmax 4.2) is a maximum, v_cvt_pknorm_u16 (stage A: the code is the
 // BF16 pattern of 2^(X - m)) and one conversion to P's format (stage B). Equal to reference.softmax with maximum 'frozen' and
 // exponential 'schraudolph_u16', except that a rollback shifts the scores it has: they carry the rounding of the larger sum.
 #pragma once

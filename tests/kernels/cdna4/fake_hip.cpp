@@ -1,5 +1,5 @@
-// A libamdhip64 and libhiprtc for tests of the loader, on a machine without a GPU: modules are checked for being gfx950 code objects, and
-// a launch runs the emulator's kernel of that name on the very bytes that HIP would copy to the device.
+// A libamdhip64 and libhiprtc for tests of the loader, on a machine without a GPU: modules are checked for being gfx950 code
+// objects, and a launch runs the emulator's kernel of that name on the very bytes that HIP would copy to the device.
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,8 +26,8 @@ int hipModuleGetFunction(void** function, void* module, const char* name) {
   *function = f;
   return 0;
 }
-int hipModuleLaunchKernel(Function* f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz, unsigned shared,
-                          void* stream, void** params, void** extra) {
+int hipModuleLaunchKernel(Function* f, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty, unsigned tz,
+                          unsigned shared, void* stream, void** params, void** extra) {
   if (y != 1 || z != 1 || ty != 1 || tz != 1 || shared || params || (long)stream != 77) return 202;
   if (extra[0] != (void*)1 || extra[2] != (void*)2 || extra[4] != (void*)3 || *(size_t*)extra[3] % 8) return 203;
   const char* unit = strncmp(f->name, "attention", 9) ? "quantize" : "attention";

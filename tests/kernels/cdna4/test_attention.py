@@ -185,5 +185,8 @@ def test_what_the_kernels_do_not_compute_is_refused(emulator):
     query, key, value = normal(4, 4, channels=160)
     with pytest.raises(ValueError, match="head_dim: got 160"):
         run(emulator, "fused_mxfp6", query, key, value)
+    query, key, value = (torch.empty(1, 1, 1, 1).expand(1, 20_000_000, 1, 128) for _ in range(3))
+    with pytest.raises(ValueError, match="keys: got 20000000; accepted by backend 'cdna4': up to 15790208"):
+        run(emulator, "fused_mxfp6", query, key, value)
     with pytest.raises(ValueError, match="recipe: got 'mxfp8'"):
         run(emulator, "mxfp8", *normal(4, 4))
