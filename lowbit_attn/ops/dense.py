@@ -95,9 +95,10 @@ def attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Ten
     """Gradients of query, key and value, [B, S, H, D] in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
     tensors = [q_codes, q_scales, k_codes, k_scales, v_codes, v_scales]
-    if backward_backend(parsed, backend, q_codes.shape[-1]) == "hopper":
-        return hopper.backward(grad_output, grad_lse, output, lse, tensors, parsed, scale=scale, is_causal=is_causal,
-                               bottom_right=bottom_right, key_lengths=key_lengths)
+    if (chosen := backward_backend(parsed, backend, q_codes.shape[-1], q_codes.device)) != "reference":
+        kernels = {"hopper": hopper.backward, "triton": portable.backward}[chosen]
+        return kernels(grad_output, grad_lse, output, lse, tensors, parsed, scale=scale, is_causal=is_causal,
+                       bottom_right=bottom_right, key_lengths=key_lengths)
     saved = unflatten_saved(tensors, parsed, packed=False)
     visibility = _visibility(output, k_codes.shape[1], key_lengths, is_causal, bottom_right)
     grads = backward(grad_output.transpose(1, 2), grad_lse, saved, output.transpose(1, 2), lse, parsed, visibility, scale=scale,

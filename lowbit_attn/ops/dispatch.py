@@ -158,16 +158,25 @@ def require_backend(name: str, implemented: tuple[str, ...] = ("reference", "hop
         raise ValueError(f"backend: got {name!r}; accepted by this operator: {', '.join(implemented)}")
 
 
-def backward_backend(recipe: Recipe, backend: str, head_dim: int) -> str:
-    """The backend that runs the backward after `backend` ran the forward; says once why, if it is another one."""
+def backward_backend(recipe: Recipe, backend: str, head_dim: int, device: torch.device) -> str:
+    """The backend that runs the backward after `backend` ran the forward: its own, the portable kernels or the reference; says
+    once why, if it is another one, and if the portable kernels multiply in bf16 where their forward does not."""
+    from lowbit_attn.kernels.portable import support
+
     if backend == "reference":
         return backend
-    reason = f"backend {backend!r} has no backward in this version"
+    described, reason = describe(device), f"backend {backend!r} has no backward in this version"
     if backend == "hopper":
         from lowbit_attn.ops import hopper
 
         if (reason := hopper.backward_refusal(recipe, head_dim) or "") == "":
             return backend
+    if (refusal := support.backward_refusal(recipe, described.architecture)) is None:
+        if backend != "triton" or _portable_precision(recipe, described).startswith("native"):
+            _warn_once(f"lowbit_attn: the backward of {recipe.name} after backend {backend!r} runs Triton kernels on bf16 matrix "
+                       "units: exact numbers, no faster than bf16." + ("" if backend == "triton" else f" Why: {reason}."))
+        return "triton"
+    reason = refusal if backend == "triton" else reason
     _warn_once(f"lowbit_attn: the backward of {recipe.name} after backend {backend!r} runs the PyTorch reference: exact numbers, "
                f"no speed. Why: {reason}.")
     return "reference"

@@ -1,4 +1,4 @@
-"""The operators' forward on backend "triton"; imports the kernels, and Triton, when it is first called."""
+"""The operators on backend "triton"; imports the kernels, and Triton, when it is first called."""
 
 from torch import Tensor
 
@@ -21,3 +21,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
         for copy, x in zip(saved[::2], (query, key, value), strict=True):
             copy.copy_(x)
     return (*attention.run(prepared), *saved)
+
+
+def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: list[Tensor], recipe: Recipe, *,
+             scale: float | None, is_causal: bool, bottom_right: bool = False, key_lengths: Tensor | None = None,
+             cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value in grad_output's dtype, from what a forward of any backend returned."""
+    from lowbit_attn.kernels.portable import backward as kernels
+
+    return kernels.backward(grad_output, grad_lse, output, lse, saved, recipe, scale=scale, is_causal=is_causal,
+                            bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)

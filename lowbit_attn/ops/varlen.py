@@ -72,9 +72,10 @@ def varlen_attention_backward(grad_output: Tensor, grad_lse: Tensor | None, outp
     """Gradients of packed query, key and value in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
     tensors = [q_codes, q_scales, k_codes, k_scales, v_codes, v_scales]
-    if backward_backend(parsed, backend, q_codes.shape[-1]) == "hopper":
-        return hopper.backward(grad_output, grad_lse, output, lse, tensors, parsed, scale=scale, is_causal=is_causal,
-                               cu_seq=(cu_seq_q, cu_seq_k))
+    if (chosen := backward_backend(parsed, backend, q_codes.shape[-1], q_codes.device)) != "reference":
+        kernels = {"hopper": hopper.backward, "triton": portable.backward}[chosen]
+        return kernels(grad_output, grad_lse, output, lse, tensors, parsed, scale=scale, is_causal=is_causal,
+                       cu_seq=(cu_seq_q, cu_seq_k))
     saved = unflatten_saved(tensors, parsed, packed=True)
     grads = varlen_backward(grad_output, grad_lse, saved, output, lse, cu_seq_q, cu_seq_k, parsed, is_causal=is_causal,
                             scale=scale, seed=seed)

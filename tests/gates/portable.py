@@ -62,12 +62,17 @@ def gpu_target(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-def promised(architecture: str, recipe: str) -> set[str]:
-    """The matrix instructions of the forward: nothing else, and all of them."""
+EMULATED = {"sm_80": "mma bf16", "sm_90": "wgmma bf16", "sm_100": "tcgen05 bf16", "sm_103": "tcgen05 bf16", "gfx942": "mfma bf16",
+            "gfx950": "mfma bf16"}
+
+
+def promised(architecture: str, recipe: str, kernel: str = "attention") -> set[str]:
+    """The matrix instructions of a kernel: nothing else, and all of them. The backward multiplies bf16 everywhere."""
+    if kernel not in ("attention", "query_gradient", "key_gradients"):
+        return set()
     effective, target = resolve(recipe).effective(), TARGETS[architecture]
-    if not target.is_native(effective):
-        return {"sm_80": {"mma bf16"}, "sm_90": {"wgmma bf16"}}.get(
-            architecture, {"mfma bf16"} if architecture.startswith("gfx") else {"tcgen05 bf16"})
+    if kernel != "attention" or not target.is_native(effective):
+        return {EMULATED[architecture]}
     if architecture.startswith("gfx"):
         return {"mfma scaled"}
     kinds = {"e2m1": "nvf4" if effective.qk.layout.startswith("nvfp16") else "mxf4", "e4m3": "mxf8"}
@@ -87,13 +92,16 @@ class Call:
         return f"{self.architecture}-{self.recipe}-{self.head_dim}-{str(self.dtype).removeprefix('torch.')}"
 
     def launch(self) -> None:
-        """Everything that one forward launches, as a causal call with codes saved where the recipe allows both."""
-        from lowbit_attn.kernels.portable import attention
+        """Everything that a forward launches, causal where the recipe allows it, and the backward of a recipe that trains."""
+        from lowbit_attn.kernels.portable import attention, backward
 
         query, key = (torch.zeros(2, 512, heads, self.head_dim, dtype=self.dtype) for heads in (16, 4))
-        recipe = resolve(self.recipe)
-        attention.run(attention.prepare(query, key, key, recipe, target=TARGETS[self.architecture], is_causal=recipe.causal,
-                                        save=recipe.trains))
+        recipe, target = resolve(self.recipe), TARGETS[self.architecture]
+        prepared = attention.prepare(query, key, key, recipe, target=target, is_causal=recipe.causal, save=recipe.trains)
+        output, lse = attention.run(prepared)
+        if recipe.trains:
+            saved = attention.saved_for_backward(prepared) if recipe.saves_codes else (query, lse, key, lse, key, lse)
+            backward.backward(output, None, output, lse, saved, recipe, target=target, is_causal=True)
 
 
 def calls(architectures: tuple[str, ...], everything: bool) -> Iterator[Call]:
@@ -144,8 +152,7 @@ def variants(architectures: tuple[str, ...], everything: bool) -> tuple[list[tup
 def compile_variant(variant: tuple) -> Compiled:
     """Compile one launch and read the assembly."""
     name, call, function, signature, constants, attributes, options = variant
-    is_attention = function.__name__ == "attention"
-    result = Compiled(name, call.architecture, sorted(promised(call.architecture, call.recipe)) if is_attention else [])
+    result = Compiled(name, call.architecture, sorted(promised(call.architecture, call.recipe, function.__name__)))
     knobs.compilation.always_compile = True
     knobs.nvidia.dump_ptxas_log = True
     start, log = time.perf_counter(), io.StringIO()

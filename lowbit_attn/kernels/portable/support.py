@@ -1,7 +1,7 @@
 """Which recipes the portable kernels compute, where, and at which precision; imports no Triton."""
 
 from lowbit_attn.kernels.portable.targets import TARGETS
-from lowbit_attn.recipes import KEY_TILE, Recipe
+from lowbit_attn.recipes import KEY_TILE, Operand, Recipe
 
 LAYOUTS = {"qk": ("token_block", "per_row", "mx32", "nvfp16", "nvfp16_token"), "p": ("fixed", "mx32", "per_row"),
            "v": ("token_block", "per_row", "mx32", "per_tensor")}
@@ -32,6 +32,24 @@ def refusal(recipe: Recipe, architecture: str | None) -> str | None:
     return None
 
 
+def backward_refusal(recipe: Recipe, architecture: str | None) -> str | None:
+    """Why these kernels have no backward of a recipe on an architecture, or None if they have."""
+    if architecture not in TARGETS:
+        return f"needs one of {', '.join(TARGETS)}, this device is {architecture or 'no GPU'}"
+    if reason := recipe.training_refusal:
+        return reason
+    if recipe.causal_safety != "default" or recipe.diagonal is not None or recipe.ds_stochastic:
+        return f"its backward folds no scales of K into dS and rounds to nearest; {recipe.canonical} asks for more"
+    fixed, squares = Operand("e4m3", "fixed"), Operand("e4m3", "square32")
+    gradient = recipe.qk_grad or recipe.qk
+    by_token = all(x.has_token_scales and x.element == "e4m3" for x in (gradient, recipe.v, recipe.do))
+    if not by_token or (recipe.p_grad, recipe.ds) != (fixed, squares) or recipe.key_tile != KEY_TILE:
+        return f"its backward takes E4M3 with token scales, P without scales and dS in 32 x 32 blocks; {recipe.canonical} has others"
+    if not recipe.saves_codes and recipe.qk.layout not in LAYOUTS["qk"]:
+        return f"its kernels take qk in {', '.join(LAYOUTS['qk'])}; that of {recipe.canonical} is {recipe.qk}"
+    return None
+
+
 def is_native(recipe: Recipe, architecture: str) -> bool:
     """Whether the architecture's matrix unit takes the codes and block scales of both products of the forward."""
     return TARGETS[architecture].is_native(recipe.effective())
@@ -45,4 +63,4 @@ def precision(recipe: Recipe, architecture: str | None) -> str:
     return f"native: block-scaled {' and '.join(dict.fromkeys(kinds[x.element] for x in (recipe.qk, recipe.v)))} matrix units"
 
 
-__all__ = ["is_native", "precision", "refusal"]
+__all__ = ["backward_refusal", "is_native", "precision", "refusal"]

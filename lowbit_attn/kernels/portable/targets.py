@@ -55,8 +55,9 @@ class Target:
         return Config(64, 8, 1 if small and head_dim == 128 else 2)
 
     def backward(self, head_dim: int) -> Config:
-        """The backward's choices for a kernel head_dim; rows are those of queries and of keys that a program holds."""
-        return Config(64 if head_dim < 256 else 32, 8 if head_dim == 128 and not self.architecture.startswith("gfx") else 4, 1)
+        """The backward's choices for a kernel head_dim; rows are those of queries, and of keys, that a program holds."""
+        small = self.architecture.startswith("gfx") or self.shared < 128 << 10
+        return Config(32 if head_dim == 256 and small else 64, 4 if head_dim < 128 else 8, 1)
 
 
 TARGETS: dict[str, Target] = {
