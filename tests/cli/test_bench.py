@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import lowbit_attn
 from lowbit_attn.cli import bench
-from lowbit_attn.cli.benchmarks import exact, forward, quantizers, workloads
+from lowbit_attn.cli.benchmarks import exact, forward, ours, quantizers, workloads
 from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, UnavailableError, first
 from lowbit_attn.cli.benchmarks.exact import Exact, sampled_rows
 from lowbit_attn.cli.benchmarks.peers import PEERS
 from lowbit_attn.cli.benchmarks.record import Environment, Record, Row
 from lowbit_attn.cli.benchmarks.timing import interleaved
 from lowbit_attn.cli.benchmarks.workloads import PRESETS, Inputs, Layout, Preset, Workload, log_uniform_documents
+from lowbit_attn.ops import Device
 
 CPU = torch.device("cpu")
 DENSE, GROUPED, PACKED, SHIFTED = PRESETS[Preset.SMALL]
@@ -124,6 +126,14 @@ def test_the_reference_is_not_timed_for_minutes():
     [contender] = [x for x in forward.contenders(["mxfp8"], CPU) if x.scope is Scope.QUANTIZED and x.name.startswith("mxfp8")]
     with pytest.raises(UnavailableError, match=r"only the reference runs it here.*not 'hopper': needs sm_90"):
         contender.bind(large)
+
+
+def test_portable_kernels_are_measured_beside_faster_ones(monkeypatch):
+    for module in (ours, lowbit_attn.api.ops):
+        monkeypatch.setattr(module, "describe", lambda device: Device("cuda", "sm_90"))
+    names = [(x.name, x.scope) for recipe in ("mxfp8", "mxfp8_fast", "mxattention") for x in ours.contenders(recipe, CPU)]
+    both = (Scope.KERNEL, Scope.QUANTIZED)
+    assert names == [(name, scope) for name in ("mxfp8", "mxfp8 (triton)", "mxfp8_fast", "mxattention (triton)") for scope in both]
 
 
 def test_calls_take_turns():

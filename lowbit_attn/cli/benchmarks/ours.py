@@ -1,5 +1,6 @@
 """This package's attention: the public call, quantization included, and where a kernel has one, the attention kernel alone."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import lowbit_attn
 from lowbit_attn.cli.benchmarks import by_autograd
 from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, Trainer, TrainingCall, UnavailableError, first
 from lowbit_attn.cli.benchmarks.workloads import Inputs
+from lowbit_attn.ops import describe
+from lowbit_attn.ops.dispatch import BACKENDS
 from lowbit_attn.recipes import UNQUANTIZED, resolve
 
 REFERENCE_SCORES = float(1 << 24)
@@ -16,8 +19,17 @@ REFERENCE_SCORES = float(1 << 24)
 
 
 def contenders(recipe: str, device: torch.device) -> list[Contender]:
-    """One recipe on the backend that `attention` picks for the device."""
-    backend = lowbit_attn.explain(recipe, device).backend
+    """One recipe on the backend that `attention` picks for the device, then on the portable kernels, where those are others."""
+    chosen = lowbit_attn.explain(recipe, device).backend
+    found = _on(recipe, chosen)
+    if recipe == UNQUANTIZED or chosen in ("triton", "reference"):
+        return found
+    refusal = BACKENDS["triton"].problem(resolve(recipe), describe(device), wide_heads=False)
+    return found if refusal else [*found, *_on(recipe, "triton")]
+
+
+def _on(recipe: str, backend: str) -> list[Contender]:
+    """One recipe on one backend: the kernel alone, if there is one, and the whole call."""
     name = recipe if backend == "hopper" else f"{recipe} ({backend})"
     whole = Contender(name, Scope.CALL if recipe == UNQUANTIZED else Scope.QUANTIZED,
                       lambda inputs: _whole_call(inputs, recipe, backend))
@@ -28,10 +40,10 @@ def contenders(recipe: str, device: torch.device) -> list[Contender]:
 
 def trainers(recipe: str, device: torch.device) -> list[Trainer]:
     """One recipe as `attention` trains with it, then with deterministic=True; `bf16` has no such argument."""
-    whole = contenders(recipe, device)[-1]
+    backend = lowbit_attn.explain(recipe, device).backend
+    whole = _on(recipe, backend)[-1]
     if recipe == UNQUANTIZED:
         return [by_autograd.trainer(whole)]
-    backend = lowbit_attn.explain(recipe, device).backend
     repeatable = Contender(f"{whole.name} deterministic", Scope.QUANTIZED,
                            lambda inputs: _whole_call(inputs, recipe, backend, deterministic=True))
     found = [by_autograd.trainer(whole), by_autograd.trainer(repeatable)]
@@ -98,9 +110,10 @@ def _backward_kernels(inputs: Inputs, grad: Tensor, recipe: str) -> TrainingCall
 
 def _kernel(inputs: Inputs, recipe: str, backend: str) -> Bound:
     """The attention kernel on operands that are quantized and tiled beforehand."""
-    if backend != "hopper":
+    if backend not in ("hopper", "triton"):
         raise UnavailableError(f"backend {backend!r} has no kernel to time apart from quantization")
-    from lowbit_attn.kernels.hopper import attention as kernel
+    family = {"hopper": "hopper", "triton": "portable"}[backend]
+    kernel = import_module(f"lowbit_attn.kernels.{family}.attention")
 
     _refuse(inputs, recipe, backend)
     causal, parsed = inputs.workload.causal, resolve(recipe)

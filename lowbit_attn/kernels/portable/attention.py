@@ -104,7 +104,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, target
 
 
 def constants(recipe: Recipe, target: Target, head_dim: int) -> dict[str, Any]:
-    """The forward's compile-time arguments and options."""
+    """The forward's compile-time arguments and options; no fused multiply-add, whose single rounding the reference has not."""
     dim = kernel_head_dim(head_dim)
     config = target.forward(recipe, dim)
     rule = {"BOUND_EXPONENT": 0, "BOUND_FRACTION": 0} if recipe.p.layout == "fixed" else rule_constants(recipe.p)
@@ -115,7 +115,7 @@ def constants(recipe: Recipe, target: Target, head_dim: int) -> dict[str, Any]:
             "P_LOG2": recipe.p_log2_scale if recipe.p.layout == "fixed" else 0.0,
             "QUANTIZED_SUM": recipe.row_sum == "quantized", "EXPONENTIAL": recipe.exponential, "MAXIMUM": recipe.maximum,
             "THRESHOLD": recipe.max_threshold, **element_constants(recipe.p.element), **rule,
-            "num_warps": config.warps, "num_stages": config.stages}
+            "num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": False}
 
 
 def run(prepared: Prepared) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from lowbit_attn.kernels.portable.targets import Target, kernel_head_dim
 from lowbit_attn.kernels.tiling import TILE, Tiling
 from lowbit_attn.recipes import Recipe
 
+
 def _decoded(codes: Tensor, scales: Tensor, tiling: Tiling, column: int, packed: bool) -> Tensor:
     """bf16 tiles of saved codes [B, S, H, D] or [T, H, D] with one scale per token and head."""
     heads, head_dim = codes.shape[-2:]
@@ -29,7 +30,7 @@ def _decoded(codes: Tensor, scales: Tensor, tiling: Tiling, column: int, packed:
     return out
 
 
-def _operands(saved: Sequence[Tensor], recipe: Recipe, tiling: Tiling, packed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _operands(saved: Sequence[Tensor], recipe: Recipe, tiling: Tiling, packed: bool) -> tuple[Tensor, ...]:
     """bf16 tiles of Q, K and V as the scores and dP read them, then of Q in dK and of K in dQ."""
     query, q_scales, key, k_scales, value, v_scales = saved
     if recipe.saves_codes:
@@ -45,7 +46,7 @@ def _operands(saved: Sequence[Tensor], recipe: Recipe, tiling: Tiling, packed: b
             values(query, gradient, 0, rotated), values(key, gradient, 2, rotated))
 
 
-def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: tuple[Tensor, ...], recipe: Recipe, *,
+def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: Sequence[Tensor], recipe: Recipe, *,
              target: Target | None = None, scale: float | None = None, is_causal: bool = False, bottom_right: bool = False,
              key_lengths: Tensor | None = None, cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, [B, S, H, D] or packed [T, H, D] in grad_output's dtype.
@@ -71,11 +72,14 @@ def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: 
         q, k, v, grad_q, grad_k = _operands(saved, recipe, tiling, packed)
         do = quantize(grad_output, tiling, Work(recipe.do, 0), packed=packed).values
         delta, lse2 = (torch.empty((heads, q_tiles * TILE), dtype=torch.float32, device=do.device) for _ in range(2))
+        lse = lse.contiguous()
         gradients.rows_kernel[(q_tiles * 4, heads)](
-            output.contiguous(), do, lse.contiguous(), lse if grad_lse is None else grad_lse.contiguous(), delta, lse2, tiling.documents, tiling.q_tiles,
-            heads, q_tiles, head_stride, document_extra, D=dim, HEAD_DIM=head_dim, HAS_GRAD_LSE=grad_lse is not None)
+            output.contiguous(), do, lse, lse if grad_lse is None else grad_lse.contiguous(), delta, lse2, tiling.documents,
+            tiling.q_tiles, heads, q_tiles, head_stride, document_extra, D=dim, HEAD_DIM=head_dim,
+            HAS_GRAD_LSE=grad_lse is not None)
         shared: dict[str, Any] = {"ROWS": config.rows, "KEYS": config.rows, "D": dim, "HEAD_DIM": head_dim,
-                                  "ROTATE": recipe.rotates(head_dim), "num_warps": config.warps, "num_stages": config.stages}
+                                  "ROTATE": recipe.rotates(head_dim), "num_warps": config.warps, "num_stages": config.stages,
+                                  "enable_fp_fusion": False}
         numbers = (heads // kv_heads, q_tiles, k_tiles, scale * LOG2E, scale)
         gradients.query_gradient[(heads, tiling.work.shape[0])](
             q, k, grad_k, v, do, delta, lse2, grad_query, tiling.documents, tiling.work, tiling.count, heads, *numbers, **shared)

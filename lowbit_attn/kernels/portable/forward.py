@@ -141,7 +141,7 @@ def attention(q, q_scales, q_side, k, k_scales, k_side, v, v_scales, v_side, out
             poison = tl.where(lost > 0, float("nan"), poison)
         if RUNNING:
             now = tl.maximum(reference, largest)
-            lift = tl.exp2(reference - now)
+            lift = exponent_bits(tl.maximum(reference - now, -127.0).to(tl.int32) + 127)
             folded = shifted(p * power_of_two(P_LOG2), exponent, now)
             reference = now
             total = total * (decay * lift)[:, None]
@@ -167,7 +167,9 @@ def attention(q, q_scales, q_side, k, k_scales, k_side, v, v_scales, v_side, out
     divisor = tl.where(row_sum == 0.0, tl.where(sees, float("nan"), 1.0), row_sum)
     result = total / divisor[:, None]
     if P_LAYOUT == "fixed":
-        result = result * tl.exp2((reference if RUNNING else row * 0.0) - P_LOG2)[:, None]
+        result = result * power_of_two(-P_LOG2)
+    if RUNNING:
+        result = result * exponent_bits(tl.minimum(reference, 127.0).to(tl.int32) + 127)[:, None]
     result = tl.where(sees[:, None], result, 0.0)
     token = (q_row + row).to(tl.int64)
     exists = row < rows

@@ -1,7 +1,7 @@
 """Attention backward in plain Triton: must equal `reference.backward` on the same codes, lse and output.
 
-Two kernels without atomics, so that gradients repeat bit for bit: one holds a block of queries and walks over keys (dQ), one holds a
-block of keys and walks over the queries of all heads that share it (dK, dV). Both rebuild the same 32 x 32 blocks of dS. Products
+Two kernels without atomics, so that gradients repeat bit for bit: one holds a block of queries and walks over keys (dQ), one holds
+a block of keys and walks over the queries of all heads that share it (dK, dV). Both rebuild the same 32 x 32 blocks of dS. Products
 run on bf16 matrix units, which hold every operand exactly: codes times scales, E4M3(P 2^c), E4M3 dS times its block scale.
 
 Operands are bf16 [heads, tiles * 128, D] in tiles of one document's tokens (`quantize.py`), zero where there is no token.
@@ -179,7 +179,8 @@ def key_gradients(q, grad_q, k, v, do, delta, lse2, grad_key, grad_value, docume
             at = padded[:, None] * D + channel[None, :]
             queries, grads = tl.load(q + at), tl.load(do + at)
             hidden = (key[None, :] >= k_valid) | (key[None, :] > (row + diagonal)[:, None])
-            p, ds = probability_and_ds(queries, keys, grads, values, tl.load(lse2 + padded), tl.load(delta + padded), factor, hidden)
+            row_lse, row_delta = tl.load(lse2 + padded), tl.load(delta + padded)
+            p, ds = probability_and_ds(queries, keys, grads, values, row_lse, row_delta, factor, hidden)
             scaled = p * power_of_two(P_LOG2)
             if CONVERTS:
                 weight = tl.where(scaled == scaled, tl.minimum(scaled, E4M3_TOP), scaled).to(tl.float8e4nv).to(tl.bfloat16)

@@ -44,7 +44,8 @@ def backward_refusal(recipe: Recipe, architecture: str | None) -> str | None:
     gradient = recipe.qk_grad or recipe.qk
     by_token = all(x.has_token_scales and x.element == "e4m3" for x in (gradient, recipe.v, recipe.do))
     if not by_token or (recipe.p_grad, recipe.ds) != (fixed, squares) or recipe.key_tile != KEY_TILE:
-        return f"its backward takes E4M3 with token scales, P without scales and dS in 32 x 32 blocks; {recipe.canonical} has others"
+        return ("its backward takes E4M3 with token scales, P without scales and dS in 32 x 32 blocks; "
+                f"{recipe.canonical} has others")
     if not recipe.saves_codes and recipe.qk.layout not in LAYOUTS["qk"]:
         return f"its kernels take qk in {', '.join(LAYOUTS['qk'])}; that of {recipe.canonical} is {recipe.qk}"
     return None
