@@ -50,9 +50,11 @@ test-full: $(READY) $(TRITON36) $(TITAN03) $(TORCHAO)  ## run the tests and the 
 gpu-test: $(READY)  ## run the tests that need a GPU, and record kernels and outcomes in docs/gpu-record.json
 	LOWBIT_ATTN_GPU_RECORD=$(GPU_RECORD) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-gate: $(READY) $(TRITON36)  ## compile every Hopper kernel without a GPU; GATE_ARGS=--record accepts their sizes as they are
+gate: $(READY) $(TRITON36)  ## compile every Hopper and portable kernel without a GPU; GATE_ARGS=--record accepts their sizes
 	$(BIN)/python tests/gates/compile_kernels.py $(GATE_ARGS)
 	$(TRITON36_PYTHON) tests/gates/compile_kernels.py $(GATE_ARGS)
+	$(BIN)/python tests/gates/portable.py $(GATE_ARGS)
+	$(TRITON36_PYTHON) tests/gates/portable.py $(GATE_ARGS)
 
 lint: $(READY)  ## check style and types
 	$(BIN)/python -m ruff check .

@@ -9,6 +9,8 @@ LAYOUTS = {"qk": ("token_block", "per_row", "mx32", "nvfp16", "nvfp16_token"), "
 
 EXPONENTIALS = ("exact", "schraudolph_u16")
 
+EVIDENCE = "by Triton kernels that were compiled and interpreted and have not run on a device"
+
 
 def refusal(recipe: Recipe, architecture: str | None) -> str | None:
     """Why these kernels cannot compute a recipe on an architecture ("sm_100", "gfx950"), or None if they can."""
@@ -59,9 +61,10 @@ def is_native(recipe: Recipe, architecture: str) -> bool:
 def precision(recipe: Recipe, architecture: str | None) -> str:
     """What multiplies: "native: ..." or "emulated: ..."."""
     if architecture is None or not is_native(recipe, architecture):
-        return "emulated: bf16 matrix units on the codes' exact values"
+        return f"emulated: bf16 matrix units on the codes' exact values, {EVIDENCE}"
     kinds = {"e4m3": "MXFP8", "e2m1": "NVFP4" if recipe.qk.layout.startswith("nvfp16") else "MXFP4"}
-    return f"native: block-scaled {' and '.join(dict.fromkeys(kinds[x.element] for x in (recipe.qk, recipe.v)))} matrix units"
+    used = " and ".join(dict.fromkeys(kinds[x.element] for x in (recipe.qk, recipe.v)))
+    return f"native: block-scaled {used} matrix units, {EVIDENCE}"
 
 
 __all__ = ["backward_refusal", "is_native", "precision", "refusal"]
