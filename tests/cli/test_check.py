@@ -38,7 +38,7 @@ def test_emulated_it_finds_no_difference_and_says_that_it_is_no_device(run, tmp_
     assert "no differences" in result.stdout
     text = path.read_text()
     assert "EMULATED: says nothing of a device" in text
-    assert "**0 differences** in 39 instructions and 27 calls" in text
+    assert "**0 differences** in 41 instructions and 27 calls" in text
     assert "fused_mxfp4, a rollback in every tile: equal" in text
 
 
@@ -47,6 +47,12 @@ def test_a_call_beyond_its_bound_is_a_difference(error):
     bad = Outcome(GOOD.case, error, 0.0)
     assert report.failures([], [GOOD, bad]) == 1
     assert "DIFFERS" in report.outcome_line(bad)
+
+
+def test_an_open_question_is_told_and_is_no_difference():
+    finding = Finding("v_cvt, scale 1.75", 3, 64, "at [5]", question=True)
+    assert report.failures([finding], []) == 0
+    assert report.finding_line(finding) == "v_cvt, scale 1.75: 3 of 64 differ, at [5]; no kernel depends on it"
 
 
 def test_a_lost_lse_is_a_difference():

@@ -135,7 +135,7 @@ inline void copy(Buffer from, unsigned offset, unsigned to, unsigned bytes) {
   Lane& lane = lanes[current];
   if (offset + bytes > from.bytes) fail("copy of %u bytes at %u from a buffer of %u", bytes, offset, from.bytes);
   if (lane.copying == MAX_COPIES) fail("more than %d copies in flight", MAX_COPIES);
-  to += bytes * (current % WAVE);   // a lane's data lands behind that of the lane before it, whatever its own offset
+  to = semantics::copy_place(to, bytes, current % WAVE);
   touch(to, bytes, true, true);
   lane.copies[lane.copying++] = {from.base + offset, to, bytes};
 }
@@ -172,8 +172,8 @@ template <int ROWS, int K> inline void multiply(Lane* wave, int format_a, int fo
   for (int row = 0; row < ROWS; row++)
     for (int block = 0; block < K / 32; block++) {
       const Operands& in = wave[semantics::scale_lane(ROWS, row, block)].in;
-      scale_a[row][block] = semantics::power(in.scale_a >> 8 * select_a & 255);
-      scale_b[row][block] = semantics::power(in.scale_b >> 8 * select_b & 255);
+      scale_a[row][block] = semantics::power(semantics::scale_byte(in.scale_a, select_a));
+      scale_b[row][block] = semantics::power(semantics::scale_byte(in.scale_b, select_b));
     }
   bool wide = semantics::FORMATS[format_a].bits == 8 || semantics::FORMATS[format_b].bits == 8;
   for (int i = 0; i < WAVE; i++)
@@ -330,14 +330,14 @@ template <int BYTE> LB_INLINE unsigned fp4_from_f32(unsigned old, float low, flo
   return (old & ~(255u << 8 * BYTE)) | pair << 8 * BYTE;
 }
 
-/// v_permlane32_swap: the upper half of x trades places with the lower half of y.
 LB_INLINE v2u swap_halves(unsigned x, unsigned y) {
   using namespace emulator;
   lanes[current].in.x = x, lanes[current].in.y = y;
   Results& out = together(1, [](Lane* wave) {
-    for (int i = 0; i < WAVE / 2; i++) {
-      Lane &lower = wave[i], &upper = wave[i + WAVE / 2];
-      lower.out.x = lower.in.x, upper.out.x = lower.in.y, lower.out.y = upper.in.x, upper.out.y = upper.in.y;
+    for (int i = 0; i < WAVE; i++) {
+      semantics::Source x = semantics::swapped_x(i), y = semantics::swapped_y(i);
+      wave[i].out.x = x.from_y ? wave[x.lane].in.y : wave[x.lane].in.x;
+      wave[i].out.y = y.from_y ? wave[y.lane].in.y : wave[y.lane].in.x;
     }
   });
   return v2u{out.x, out.y};

@@ -98,6 +98,18 @@ LB_KERNEL(probe_unorm16, 1, 1, ProbeArgs) {
   long long i = mine();
   put(args, i, isa::pack_unorm16(in<float>(args, 2 * i), in<float>(args, 2 * i + 1)));
 }
+/// 1 KiB by 16 bytes a lane and 256 by 4, each lane from a place of its own; then every lane reads where its own should lie.
+LB_KERNEL(probe_copy, 1, 1, ProbeArgs) {
+  LB_LDS_BYTES(1280);
+  isa::Buffer from = isa::buffer(args.in, 1280);
+  unsigned lane = isa::lane(), other = (lane * 7 + 5) % 64;
+  isa::copy16(lds_memory, from, 16 * other, 0, 0);
+  isa::copy4(lds_memory, from, 4 * other, 1024, 1024);
+  isa::wait_copies();
+  isa::barrier();
+  put(args, lane, isa::load<v4u>(lds_memory, 16 * lane));
+  put(args, 256 + lane, isa::load<unsigned>(lds_memory, 1024 + 4 * lane));
+}
 LB_KERNEL(probe_lanes, 2, 1, ProbeArgs) {
   unsigned t = isa::thread();
   v2u swapped = isa::swap_halves(100 + t, 200 + t);

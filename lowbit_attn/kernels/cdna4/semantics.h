@@ -72,6 +72,9 @@ inline int result_row(int rows, int lane, int r) {
   return rows == 32 ? 8 * (r / 4) + 4 * (lane / 32) + r % 4 : 4 * (lane / 16) + r;
 }
 
+/// The byte of a scale register that op_sel takes. LLVM's documentation of the builtin.
+inline int scale_byte(int scales, int select) { return scales >> 8 * select & 255; }
+
 /// An E8M0 scale; 255 is NaN (OCP MX v1.0 section 5.4.1).
 inline double power(int code) { return code == 255 ? (double)NAN : ldexp(1.0, code - 127); }
 
@@ -82,5 +85,14 @@ inline float accumulate(float total, double block, double scale) { return total 
 /// Elements of a 2xpk16 conversion: code 2i comes from the first source, 2i + 1 from the second. AMD's fpsan test says it was
 /// seen on gfx950.
 inline int interleaved(int source, int i) { return 2 * i + source; }
+
+/// buffer_load ... lds: where a lane's data lands. Behind that of the lane before it, whatever the lane's own offset in the buffer;
+/// LLVM, and public kernels that depend on it.
+inline unsigned copy_place(unsigned base, unsigned bytes, int lane) { return base + bytes * lane; }
+
+/// v_permlane32_swap of x and y: the upper half of x trades places with the lower half of y. Public kernels.
+struct Source { bool from_y; int lane; };
+inline Source swapped_x(int lane) { return lane < 32 ? Source{false, lane} : Source{true, lane - 32}; }
+inline Source swapped_y(int lane) { return lane < 32 ? Source{false, lane + 32} : Source{true, lane}; }
 
 }  // namespace semantics

@@ -5,7 +5,7 @@ import torch
 
 from lowbit_attn.cli.checks import instructions
 from lowbit_attn.cli.checks.instructions import CONVERSIONS, ELEMENTS, NARROW, SCALES, SELECTS, conversion, findings, product
-from lowbit_attn.formats import E5M2
+from lowbit_attn.formats import E2M3, E5M2
 from lowbit_attn.kernels.cdna4.arguments import Launch, ProbeArgs, pointer
 from lowbit_attn.kernels.cdna4.emulate import EmulationError
 
@@ -49,9 +49,22 @@ def test_lanes_trade_places(emulator):
     assert torch.equal(found, expected)
 
 
+def test_a_block_with_the_nan_scale_makes_its_row_nan(emulator):
+    found, expected = product(emulator, CPU, "mfma32", 18, (E2M3, E2M3), 32, (0, 0), nan_row=9)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert bool(found[9].isnan().all())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_copies_land_side_by_side(emulator):
+    found, expected = instructions.copies(emulator, CPU)
+    assert torch.equal(found, expected)
+
+
 def test_findings_cover_every_instruction_and_find_nothing_here(emulator):
     found = list(findings(emulator, CPU))
-    assert len(found) == 39
+    assert len(found) == 41
+    assert sum(x.question for x in found) == len(CONVERSIONS)
     assert not [x for x in found if x.wrong]
     assert all(x.total >= 256 for x in found)
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from attention_calls import BITS_OF_P, RECIPES, recorded
-from packing import UNPACK
+from cdna4_calls import BITS_OF_P, RECIPES, recorded
+from cdna4_packing import UNPACK
 
 from lowbit_attn import formats
 from lowbit_attn.cli.checks.cases import climbing, late_peak, normal

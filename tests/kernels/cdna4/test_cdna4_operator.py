@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from attention_calls import RECIPES
+from cdna4_calls import RECIPES
 
 import lowbit_attn
 from lowbit_attn.cli.checks.cases import EXACT, expected, normal, ordinary_allowance, relative

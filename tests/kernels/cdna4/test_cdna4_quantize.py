@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from packing import key_codes, query_codes, value_codes
+from cdna4_packing import key_codes, query_codes, value_codes
 
 from lowbit_attn import formats
 from lowbit_attn.kernels.cdna4.forward import LOG2E, Shape, quantize

@@ -1,6 +1,6 @@
 """Runs attention with every input between pages that may not be touched, and boundaries and lengths that hold nonsense.
 
-A read or write outside ends this process with a fault. usage: guarded.py FOLDER-OF-THE-EMULATOR
+A read or write outside ends this process with a fault. usage: cdna4_guarded.py FOLDER-OF-THE-EMULATOR
 """
 
 import ctypes

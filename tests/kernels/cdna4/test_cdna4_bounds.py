@@ -11,7 +11,7 @@ import pytest
 def test_no_byte_outside_is_touched(compiled, build_folder):
     for unit in ("quantize", "attention"):
         compiled.library(unit)
-    run = subprocess.run([sys.executable, Path(__file__).with_name("guarded.py"), build_folder], capture_output=True, text=True,
-                         check=False)
+    script = Path(__file__).with_name("cdna4_guarded.py")
+    run = subprocess.run([sys.executable, script, build_folder], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout == "nothing outside was touched\n"

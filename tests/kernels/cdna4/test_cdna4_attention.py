@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_calls import RECIPES, recorded, run
+from cdna4_calls import RECIPES, recorded, run
 
 from lowbit_attn.cli.checks.cases import allowance, climbing, expected, late_peak, normal, ordinary_allowance, relative
 from lowbit_attn.recipes import resolve
