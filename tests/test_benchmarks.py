@@ -31,3 +31,15 @@ def test_a_wan_step_is_measured_for_bf16_and_every_schedule_that_runs():
     assert result.returncode == 0, result.stderr
     for name in ("bf16", "mxfp8_fast", "wan2.2-t2v-a14b-hopper"):
         assert f"\n{name}: " in result.stdout
+
+
+def test_errors_over_seeds_stand_beside_the_published_ones():
+    result = run("fused_softmax.py", "--seq", "512", "--heads", "1", "--seeds", "2", "--rows", "64", "--device", "cpu")
+    assert result.returncode == 0, result.stderr
+    lines = {line.split(" ")[0]: line for line in result.stdout.splitlines()[1:]}
+    for recipe, published in (("fused_mxfp8", 5.69), ("fused_mxfp6", 6.46), ("fused_mxfp4", 20.53)):
+        # Two seeds of one short head are within a tenth of the published error.
+        assert float(lines[recipe].split("error ")[1].split(" ")[0]) == pytest.approx(published, rel=0.1)
+        assert "rolled back 0.000%" in lines[recipe]
+        assert f"published {published}" in lines[recipe]
+    assert "published" not in lines["mxattention"]

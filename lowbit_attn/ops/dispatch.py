@@ -54,12 +54,17 @@ class Backend:
 
 
 def _hopper_refusal(recipe: Recipe, device: Device) -> str | None:
-    """What the kernels of `kernels.hopper.attention` compute: token blocks, V folded into P, two kinds of softmax."""
+    """What the kernels of `kernels.hopper` compute: blocks of 32 along contraction axes (`grids`); token blocks, V folded into P,
+    two kinds of softmax (`attention`)."""
     if device.architecture != "sm_90":
         return f"needs sm_90, this device is {device}"
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed"
     effective = recipe.effective()
+    if effective.qk.layout == "mx32":
+        from lowbit_attn.kernels.hopper import grids
+
+        return grids.refusal(effective)
     softmax = (effective.exponential, effective.row_sum, effective.score_accumulator)
     accepted = {("exact", "exact", "fp32"), ("direct_u8", "quantized", "fp16")}
     tokens = Operand("e4m3", "token_block")

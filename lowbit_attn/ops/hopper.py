@@ -1,9 +1,18 @@
 """The operators on backend "hopper"; imports the kernels, and Triton, when it is first called."""
 
+from typing import Any
+
 from torch import Tensor
 
 from lowbit_attn.ops.saved import empty_saved
 from lowbit_attn.recipes import Recipe
+
+
+def host(recipe: Recipe) -> Any:
+    """The host side of the kernels that compute a recipe: a module with `prepare` and `run`."""
+    from lowbit_attn.kernels.hopper import attention, block_attention
+
+    return block_attention if recipe.qk.layout == "mx32" else attention
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale: float | None, is_causal: bool, save: bool,
@@ -12,10 +21,11 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     """Output, lse and the six tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq`, packed [T, H, D]."""
     from lowbit_attn.kernels.hopper import attention
 
-    prepared = attention.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
-                                 key_lengths=key_lengths, cu_seq=cu_seq, save=save)
+    kernels = host(recipe)
+    prepared = kernels.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
+                               key_lengths=key_lengths, cu_seq=cu_seq, save=save)
     saved = attention.saved_for_backward(prepared) if save else empty_saved(query, key, value, recipe, False)
-    return (*attention.run(prepared), *saved)
+    return (*kernels.run(prepared), *saved)
 
 
 def backward_refusal(recipe: Recipe, head_dim: int) -> str | None:

@@ -34,6 +34,16 @@ class Stats:
     tiles: int = 0
     rollbacks: int = 0
 
+    @property
+    def rollback_rate(self) -> float:
+        """Share of the (row, key tile) steps in which a frozen maximum was raised."""
+        return self.rollbacks / self.tiles if self.tiles else 0.0
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {count.total} elements, {count.saturated} saturated, {count.flushed} flushed "
+                 f"({count.flushed_fraction:.3%})" for name, count in self.operands.items()]
+        return "\n".join([*lines, f"rolled back: {self.rollbacks} of {self.tiles} row steps ({self.rollback_rate:.3%})"])
+
     def add(self, name: str, total: int, saturated: Tensor, flushed: Tensor) -> None:
         """Add counts of one operand to those so far."""
         count = self.operands.setdefault(name, Count())

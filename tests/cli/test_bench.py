@@ -133,7 +133,8 @@ def test_portable_kernels_are_measured_beside_faster_ones(monkeypatch):
         monkeypatch.setattr(module, "describe", lambda device: Device("cuda", "sm_90"))
     names = [(x.name, x.scope) for recipe in ("mxfp8", "mxfp8_fast", "mxattention") for x in ours.contenders(recipe, CPU)]
     both = (Scope.KERNEL, Scope.QUANTIZED)
-    assert names == [(name, scope) for name in ("mxfp8", "mxfp8 (triton)", "mxfp8_fast", "mxattention (triton)") for scope in both]
+    assert names == [(name, scope) for name in ("mxfp8", "mxfp8 (triton)", "mxfp8_fast", "mxattention",
+                                                    "mxattention (triton)") for scope in both]
 
 
 def test_calls_take_turns():

@@ -59,18 +59,20 @@ class Call:
 
     def launch(self) -> None:
         """Everything that one forward, or one backward, launches."""
-        from lowbit_attn.kernels.hopper import attention, backward
+        from lowbit_attn.kernels.hopper import backward
+        from lowbit_attn.ops.hopper import host
         from lowbit_attn.recipes import resolve
 
+        recipe = resolve(self.recipe)
         query, key = (torch.zeros(2, 512, heads, self.head_dim, dtype=self.dtype) for heads in (16, 4))
-        options: dict[str, Any] = {"is_causal": self.causal}
+        options: dict[str, Any] = {"is_causal": True} if self.causal else {}
         if self.packed:
             query, key = query.flatten(0, 1), key.flatten(0, 1)
             cu = torch.tensor([0, 100, 1000], dtype=torch.int32)
             options["cu_seq"] = (cu, cu)
-        recipe = resolve(self.recipe)
         if not self.backward:
-            attention.run(attention.prepare(query, key, key, recipe, **options))
+            kernels = host(recipe)
+            kernels.run(kernels.prepare(query, key, key, recipe, **options))
             return
         codes = [torch.zeros(x.shape, dtype=torch.uint8) for x in (query, key, key)]
         scales = [torch.zeros((*x.shape[:-3], x.shape[-2], x.shape[-3]), dtype=torch.uint8) for x in (query, key, key)]
@@ -79,6 +81,9 @@ class Call:
 
 
 RECIPES = ("mxfp8", "mxfp8_fast")
+BLOCK_RECIPES = ("fused_mxfp6", "fused_mxfp8", "mxattention", "mxfp4_ocp")
+"""Never causal. fused_mxfp4's kernel is fused_mxfp6's."""
+
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -88,7 +93,12 @@ def calls(everything: bool) -> Iterator[Call]:
         yield Call(recipe, head_dim)
     for head_dim in (64, 128):
         yield Call("mxfp8", head_dim, backward=True)
+    for recipe in ("fused_mxfp6", "mxattention"):
+        yield Call(recipe, 128, causal=False)
     if everything:
+        yield from (Call(recipe, head_dim, causal=False) for recipe, head_dim in product(BLOCK_RECIPES, HEAD_DIMS))
+        for dtype, packed in product((torch.float16, torch.float32), (False, True)):
+            yield Call("fused_mxfp4", 128, dtype, False, packed)
         for recipe, head_dim, dtype in product(RECIPES, (96, 128), (torch.float16, torch.float32)):
             yield Call(recipe, head_dim, dtype)
         for recipe, causal, packed in product(RECIPES, (False, True), (False, True)):

@@ -4,6 +4,14 @@ import math
 
 import torch
 
+SHAPES = [  # batch, queries, keys, heads, kv heads, head_dim
+    (1, 1, 1, 1, 1, 128), (1, 128, 128, 1, 1, 128), (2, 129, 127, 2, 1, 128), (1, 192, 384, 3, 3, 128), (2, 300, 333, 4, 2, 128),
+    (1, 1000, 1000, 8, 1, 128), (2, 500, 700, 4, 4, 64), (1, 77, 300, 2, 1, 96), (1, 300, 300, 2, 2, 40), (1, 260, 300, 2, 1, 160),
+    (2, 300, 400, 4, 2, 256)]
+
+DOCUMENTS = {"mixed": [300, 0, 1, 700, 33, 128, 129], "many": [17 + 13 * (n % 37) for n in range(120)], "one": [640],
+             "ones": [1] * 40}
+
 
 def normal(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from hopper_inputs import adversarial, inputs, normal, packed, relative, scores
+from hopper_inputs import DOCUMENTS, SHAPES, adversarial, inputs, normal, packed, relative, scores
 
 import lowbit_attn
 from lowbit_attn.ops import LowbitFallbackWarning
@@ -44,12 +44,6 @@ def compare(q, k, v, recipe, **options):
     run = [lowbit_attn.attention(q, k, v, recipe=recipe, enable_gqa=True, return_lse=True, backend=backend, **options)
            for backend in ("hopper", "reference")]
     assert_close(*run, scores(q, k, options.get("scale")), q.shape[-1], recipe)
-
-
-SHAPES = [  # batch, queries, keys, heads, kv heads, head_dim
-    (1, 1, 1, 1, 1, 128), (1, 128, 128, 1, 1, 128), (2, 129, 127, 2, 1, 128), (1, 192, 384, 3, 3, 128), (2, 300, 333, 4, 2, 128),
-    (1, 1000, 1000, 8, 1, 128), (2, 500, 700, 4, 4, 64), (1, 77, 300, 2, 1, 96), (1, 300, 300, 2, 2, 40), (1, 260, 300, 2, 1, 160),
-    (2, 300, 400, 4, 2, 256)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -121,10 +115,6 @@ def test_a_broken_input_breaks_the_rows_that_read_its_block_and_no_other(recipe,
             for backend in ("hopper", "reference"))
         assert torch.equal(output.isnan(), reference.isnan())
         assert torch.equal(lse.isnan(), reference_lse.isnan())
-
-
-DOCUMENTS = {"mixed": [300, 0, 1, 700, 33, 128, 129], "many": [17 + 13 * (n % 37) for n in range(120)], "one": [640],
-"ones": [1] * 40}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit_attn.recipes import IDENTITY, RECIPES, Operand
-from lowbit_attn.reference import Count, Visibility, backward, forward
+from lowbit_attn.reference import Count, Stats, Visibility, backward, forward
 
 PLAIN = replace(RECIPES["mxfp4_ocp"], qk=IDENTITY, p=IDENTITY, v=IDENTITY)
 FLOOR4 = Operand("e2m1", "mx32", "floor")
@@ -157,3 +157,11 @@ def test_only_floor_and_uos_scales_saturate_operands(name):
             assert operands[operand].saturated == 0
         else:
             assert operands[operand].saturated > 0
+
+
+def test_the_share_of_rollbacks_is_printed():
+    stats = Stats()
+    assert stats.rollback_rate == 0
+    stats.record_step(torch.tensor([True, False, False, False]))
+    stats.add("p", 8, torch.tensor(1), torch.tensor(2))
+    assert str(stats) == "p: 8 elements, 1 saturated, 2 flushed (25.000%)\nrolled back: 1 of 4 row steps (25.000%)"

@@ -10,7 +10,7 @@ import lowbit_attn
 from lowbit_attn.cli.benchmarks import by_autograd
 from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, Trainer, TrainingCall, UnavailableError, first
 from lowbit_attn.cli.benchmarks.workloads import Inputs
-from lowbit_attn.ops import describe
+from lowbit_attn.ops import describe, hopper
 from lowbit_attn.ops.dispatch import BACKENDS
 from lowbit_attn.recipes import UNQUANTIZED, resolve
 
@@ -112,11 +112,9 @@ def _kernel(inputs: Inputs, recipe: str, backend: str) -> Bound:
     """The attention kernel on operands that are quantized and tiled beforehand."""
     if backend not in ("hopper", "triton"):
         raise UnavailableError(f"backend {backend!r} has no kernel to time apart from quantization")
-    family = {"hopper": "hopper", "triton": "portable"}[backend]
-    kernel = import_module(f"lowbit_attn.kernels.{family}.attention")
-
     _refuse(inputs, recipe, backend)
     causal, parsed = inputs.workload.causal, resolve(recipe)
+    kernel = hopper.host(parsed) if backend == "hopper" else import_module("lowbit_attn.kernels.portable.attention")
     if inputs.cu is not None:
         prepared = kernel.prepare(inputs.query, inputs.key, inputs.value, parsed, is_causal=causal, cu_seq=(inputs.cu, inputs.cu))
         return Bound(lambda: kernel.run(prepared), first)

@@ -15,6 +15,7 @@ from lowbit_attn.cli.benchmarks.record import Row
 from lowbit_attn.cli.benchmarks.timing import interleaved
 from lowbit_attn.cli.benchmarks.workloads import Inputs, Layout, Workload
 from lowbit_attn.recipes import Recipe, resolve
+from lowbit_attn.reference.operands import LOG2E
 
 COPY = "copy"
 """The baseline: torch's copy of as many bytes as the operands have, half of them read and half written."""
@@ -69,8 +70,9 @@ def _shape(workload: Workload) -> str:
 
 
 def _hopper(inputs: Inputs, recipe: Recipe, save: bool) -> Callable[[], Any]:
-    """One launch for Q, K and V, on tables that are built beforehand."""
+    """The kernels that quantize Q, K and V, on tables that are built beforehand."""
     from lowbit_attn.kernels.hopper.quantize import quantize_qkv
+    from lowbit_attn.kernels.hopper.quantize_blocks import quantize_blocks
     from lowbit_attn.kernels.tiling import dense_tiling, packed_tiling
 
     if inputs.cu is not None:
@@ -79,7 +81,12 @@ def _hopper(inputs: Inputs, recipe: Recipe, save: bool) -> Callable[[], Any]:
     else:
         operands = (inputs.query.transpose(1, 2), inputs.key.transpose(1, 2), inputs.value.transpose(1, 2))
         tiling = dense_tiling(operands[0], operands[1].shape[1], align="none", key_lengths=None, block_rows=128)
-    return lambda: quantize_qkv(*operands, tiling, recipe, save=save, packed=inputs.cu is not None)
+    packed = inputs.cu is not None
+    if recipe.qk.layout == "mx32":
+        head_dim = operands[0].shape[-1]
+        scale = head_dim**-0.5 * LOG2E if recipe.q_prescale else 1.0
+        return lambda: quantize_blocks(*operands, tiling, recipe, scale=scale, rotate=recipe.rotates(head_dim), packed=packed)
+    return lambda: quantize_qkv(*operands, tiling, recipe, save=save, packed=packed)
 
 
 def _by_operator(operands: Sequence[Tensor], recipe: Recipe) -> Callable[[], Any]:

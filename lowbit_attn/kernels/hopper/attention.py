@@ -71,6 +71,7 @@ def kernel_head_dim(head_dim: int) -> int:
 
 @lru_cache(maxsize=16)
 def processors(device: torch.device) -> int:
+    """Multiprocessors of a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -118,6 +119,7 @@ def head_group(heads: int, kv_heads: int, bytes_per_kv_head: int) -> int:
 
 
 def descriptor(codes: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """What loads tiles of rows x columns of E4M3 codes."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=2)
     return TensorDescriptor.from_tensor(codes.view(torch.float8_e4m3fn), [rows, columns], layout)
 

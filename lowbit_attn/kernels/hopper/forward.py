@@ -41,8 +41,8 @@ def entry_of(index, count, GROUP):
 
 @gluon.jit
 def load_tiles(q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-               heads, groups, GROUP, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
-    """The loader warp: Q of each work entry, then its K and V tiles in turn."""
+               heads, groups, GROUP, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, K_PADDED: gl.constexpr):
+    """The loader warp: Q of each work entry, then its K and V tiles in turn. K_PADDED: K's tiles are padded as V's are."""
     step = 0
     turn = 0
     entries = gl.load(count)
@@ -50,8 +50,11 @@ def load_tiles(q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_fu
         entry, head = entry_of(index, entries, GROUP)
         row = work + entry * 8
         q_row = gl.load(row)
-        k_row = gl.load(row + 2)
         k_tile = gl.load(row + 4)
+        if K_PADDED:
+            k_row = k_tile * KEYS
+        else:
+            k_row = gl.load(row + 2)
         tiles = gl.load(row + 6)
         kv_head = head // groups
         mbarrier.wait(q_empty, (turn & 1) ^ 1)
@@ -403,7 +406,7 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
+                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
         ], [1], [24])
     else:
         gl.warp_specialize([
@@ -414,5 +417,5 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES)),
+                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
         ], [4, 1], [REGISTERS, 24])

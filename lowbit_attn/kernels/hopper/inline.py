@@ -231,3 +231,107 @@ def keep_visible_pair(word, distance, offset):
         "{ .reg .pred p, q; .reg .b16 a, b; mov.b32 {a, b}, $1; setp.ge.s32 p, $2, $3; setp.gt.s32 q, $2, $3; "
         "selp.b16 a, a, 0xFC00, p; selp.b16 b, b, 0xFC00, q; mov.b32 $0, {a, b}; }",
         "=r,r,r,r", [word, distance, offset], dtype=gl.int32, is_pure=True, pack=1)
+
+
+# Block-scaled P (`blocks`). A pattern is a float16 whose bits are the exponent and mantissa fields of a weight: 2^-8 of its value
+# as an E4M3 operand, so that E4M3 codes are patterns without their 7 lowest bits, subnormals included. A short pattern has 7 bits
+# of mantissa, as BF16 has: a pattern shifted right by 3, at most 2047, which as a float16 is the number pattern * 2^-24.
+
+
+@gluon.jit
+def short_patterns(s, slope, offset, rest):
+    """Words of scores s -> words of short patterns max(round(16 max(s slope + offset, 0)) + rest, 0). Halves throughout; the result
+    is subnormal or nearly so, which rounds it to a whole number. `rest` is one too, not above 0."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 t, unit; mov.b32 unit, 0x00100010; fma.rn.relu.f16x2 t, $1, $2, $3; fma.rn.relu.f16x2 $0, t, unit, $4; }",
+        "=r,r,r,r,r", [s, slope, offset, rest], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def offset_pairs(x):
+    """float32 -> the pair of its float16, rounded up, and the pair of what that is too much, as a short pattern of x in 1/16."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b16 h; .reg .f32 f; cvt.rp.f16.f32 h, $2; mov.b32 $0, {h, h}; cvt.f32.f16 f, h; sub.f32 f, f, $2; "
+        "fma.rn.f32 f, f, 0f41800000, 0f4B400000; prmt.b32 $1, f, f, 0x1010; or.b32 $1, $1, 0x80008000; }",
+        "=r,=r,f", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def larger_half(word):
+    """The larger half, NaN ignored, in both halves."""
+    return gl.inline_asm_elementwise("{ .reg .b32 t; prmt.b32 t, $1, $1, 0x1032; max.f16x2 $0, t, $1; }", "=r,r", [word],
+                                     dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pair(even, odd):
+    """Two float32 -> word of their float16, nearest even, the first in the lower half."""
+    return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def zero_if_hidden(weight, score):
+    """weight, or 0 where the score is -inf, whatever a slope of 0 made of it."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.neu.f32 p, $2, 0fFF800000; selp.f32 $0, $1, 0f00000000, p; }", "=f,f,f", [weight, score],
+        dtype=gl.float32, is_pure=True, pack=1)
+
+
+def _round_asm(shift: bool, clamp: bool) -> str:
+    """A word of patterns, the pairs B = 2^(e + 1), G and 2 B -> patterns rounded to a grid that is even below B and doubles its
+    spacing at B and at 2 B."""
+    # Above 2 B numbers are halved towards 2 B, so that the spacing of G + u, which doubles where u is B, is the grid's.
+    return ("{ .reg .b32 p, u, half, two, minus, c; mov.b32 half, 0x38003800; mov.b32 two, 0x40004000; xor.b32 minus, $4, "
+            "0x80008000; " + ("shl.b32 p, $1, 3; " if shift else "mov.b32 p, $1; ")
+            + ("add.rn.f16x2 c, $2, $4; min.f16x2 p, p, c; " if clamp else "")
+            + "fma.rn.f16x2 u, p, half, $2; min.f16x2 u, u, p; add.rn.f16x2 u, u, $3; sub.rn.f16x2 u, u, $3; "
+            "fma.rn.f16x2 p, u, two, minus; max.f16x2 $0, p, u; }")
+
+
+ROUND_SHORT: gl.constexpr = gl.constexpr(_round_asm(True, False))
+ROUND_SHORT_CLAMPED: gl.constexpr = gl.constexpr(_round_asm(True, True))
+ROUND_LONG: gl.constexpr = gl.constexpr(_round_asm(False, False))
+ROUND_CLAMPED: gl.constexpr = gl.constexpr(_round_asm(False, True))
+
+
+@gluon.jit
+def round_patterns(word, threshold, magic, double, SHORT: gl.constexpr, CLAMP: gl.constexpr):
+    """Words of patterns (SHORT ones) -> patterns of the weights rounded to E2M3 or E2M1 (CLAMP: at 6, above which a scale of that
+    grid's best boundary leaves some).
+
+    Exact where the last bit of a pattern is 0; else within 2^-10 of a tie the farther neighbour may be taken. All are pairs:
+    `threshold` B = 2^(e + 1) of the block's scale 2^e, where the grid's spacing doubles, `magic` G with spacing
+    2^(e - 3) or 2^(e - 1) below 2^11 times it, which G + B reaches, `double` 2 B.
+    """
+    ASM: gl.constexpr = ROUND_SHORT_CLAMPED if SHORT and CLAMP else ROUND_SHORT if SHORT else ROUND_CLAMPED if CLAMP else ROUND_LONG
+    return gl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [word, threshold, magic, double], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def codes_of_patterns(first, second):
+    """Words of patterns that E4M3 holds -> codes: the lower half of `second`, of `first`, then the upper halves in that order."""
+    return gl.inline_asm_elementwise("{ .reg .b32 a, b; shl.b32 a, $1, 1; shr.u32 b, $2, 7; add.u32 $0, a, b; }", "=r,r,r",
+                                     [first, second], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def e4m3_of_short(word):
+    """Words of short patterns -> words with E4M3 codes, nearest even, in the low bytes of the halves."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 scale, magic; mov.b32 scale, 0x78007800; mov.b32 magic, 0x50005000; fma.rn.f16x2 $0, $1, scale, magic; }",
+        "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def interleave_bytes(first, second):
+    """The low bytes of four halves, in the order of `codes_of_patterns`."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x2604;", "=r,r,r", [first, second], dtype=gl.int32, is_pure=True,
+                                     pack=1)
+
+
+@gluon.jit
+def threshold_of(largest, BUMP: gl.constexpr, LOWEST: gl.constexpr):
+    """Pair 2^(e + 1) for a block whose largest pattern is `largest`: e is 2 less than its exponent, or 1 less where BUMP carries
+    its mantissa over; LOWEST is the smallest exponent field of the result."""
+    field = gl.maximum(((largest + BUMP) >> 10) - 1, LOWEST) << 10
+    return field | (field << 16)

@@ -170,13 +170,14 @@ def _rotated(even, odd, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def _nan_maximum(a, b):
+def nan_maximum(a, b):
+    """The larger; NaN if either is."""
     return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @gluon.jit
 def _larger_magnitude(a, b):
-    return _nan_maximum(gl.abs(a), gl.abs(b))
+    return nan_maximum(gl.abs(a), gl.abs(b))
 
 
 @gluon.jit
@@ -210,8 +211,8 @@ def thread_sum(x):
 @gluon.jit
 def _largest(even, odd, HALVES: gl.constexpr):
     """Largest magnitude of each token, [128]; NaN if it has one."""
-    x = _tree(_larger_magnitude(even, odd), HALVES, _nan_maximum)
-    largest = gl.reshape(x, [ROWS]) if HALVES == 1 else gl.reduce(x, 1, _nan_maximum)
+    x = _tree(_larger_magnitude(even, odd), HALVES, nan_maximum)
+    largest = gl.reshape(x, [ROWS]) if HALVES == 1 else gl.reduce(x, 1, nan_maximum)
     return gl.convert_layout(largest, gl.SliceLayout(1, per_lane(64, HALVES)))
 
 
@@ -223,14 +224,14 @@ def _largest_of_words(word, DTYPE: gl.constexpr, HALVES: gl.constexpr):
 
 
 @gluon.jit
-def _block_largest(x):
+def block_largest(x):
     """[128] -> [128]: the largest of each 32 tokens, in every one of them."""
-    largest = gl.reduce(gl.reshape(x, [ROWS // GROUP, GROUP]), 1, _nan_maximum)
+    largest = gl.reduce(gl.reshape(x, [ROWS // GROUP, GROUP]), 1, nan_maximum)
     return gl.reshape(gl.expand_dims(largest, 1).broadcast_to([ROWS // GROUP, GROUP]), [ROWS])
 
 
 @gluon.jit
-def _scale_code(largest, top_exponent, top_fraction):
+def scale_code(largest, top_exponent, top_fraction):
     """E8M0 code of `formats.shared_exponent`(largest, "ceil") for a bound of 2^top_exponent * (0.1 top_fraction in binary)."""
     bits = largest.to(gl.int32, bitcast=True)
     tiny = bits < 0x00800000  # frexp normalizes subnormals
@@ -257,16 +258,28 @@ def _codes(even, odd, factor):
 
 
 @gluon.jit
-def _store_codes(codes, words, token, head, heads, stored, CHANNEL: gl.constexpr, D: gl.constexpr):
-    """Code words [128, n] of tokens token .. token + stored to codes [tokens, heads, D] from CHANNEL on."""
+def place_of_key(key):
+    """Where a key of a tile of 128 goes so that each lane of a score tile gets 32 neighbours: bits c, u, j, e of 2, 3, 1 and 1 to
+    u, 1 - j, c, e."""
+    return (key & 1) | ((key >> 5) << 1) | ((~key & 2) << 2) | ((key & 28) << 2)
+
+
+@gluon.jit
+def store_codes(codes, words, token, head, heads, stored, CHANNEL: gl.constexpr, D: gl.constexpr,
+                KEYS_BY_LANE: gl.constexpr = False):
+    """Code words [128, n] of tokens token .. token + stored to codes [tokens, heads, D] from CHANNEL on; KEYS_BY_LANE: each at
+    `place_of_key` instead of its own row."""
     WIDTH: gl.constexpr = words.shape[1]
     LAYOUT: gl.constexpr = _pieces(ROWS, WIDTH, gl.num_warps())
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     piece = gl.allocate_shared_memory(gl.int32, [ROWS, WIDTH], _swizzled(WIDTH), words).load(LAYOUT)
     start = (token * heads + head) * (D // 4) + CHANNEL // 4
+    mask = (row < stored)[:, None]
+    if KEYS_BY_LANE:
+        row = place_of_key(row)
     pointers = codes.to(gl.pointer_type(gl.int32), bitcast=True) + start + ((row * (heads * (D // 4)))[:, None] + column[None, :])
-    gl.store(pointers, piece, mask=(row < stored)[:, None])
+    gl.store(pointers, piece, mask=mask)
 
 
 @gluon.jit
@@ -302,6 +315,20 @@ def store_group(group, value, head, tile, tiles, row, PER: gl.constexpr, mask):
     """One value of each PER tokens to group [heads, 128 tiles / PER]."""
     index = (head * tiles + tile) * (ROWS // PER) + row // PER
     gl.store(group + index, value, mask=mask & (row % PER == 0))
+
+
+@gluon.jit
+def load_channels(x, document, first, head, strides, valid, D: gl.constexpr, ROTATE: gl.constexpr, MODE: gl.constexpr,
+                  DTYPE: gl.constexpr):
+    """Even and odd channels of 128 tokens, [128, D / 2] in fp32, rotated or not; D is a power of two."""
+    buffer = start_copy(x, document, first, head, strides, valid, 0, D, MODE, DTYPE)
+    if MODE == "vector":
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+    even, odd = channel_values(buffer.load(per_lane(buffer.shape[1], halves_of(D))), DTYPE if MODE == "vector" else "fp32")
+    if ROTATE:
+        even, odd = _rotated(even, odd, halves_of(D))
+    return even, odd
 
 
 @gluon.jit
@@ -343,10 +370,10 @@ def quantize(x, document, first, head, strides, valid, top_exponent, top_fractio
     even, odd, largest = _statistics(buffer, ROTATE, WORD, HALVES)
     if SIZE < D:
         even2, odd2, largest2 = _statistics(rest, ROTATE, WORD, HALVES)
-        largest = _nan_maximum(largest, largest2)
+        largest = nan_maximum(largest, largest2)
     if not PER_TOKEN:
-        largest = gl.convert_layout(_block_largest(largest), largest.type.layout)
-    code = _scale_code(largest, top_exponent, top_fraction)
+        largest = gl.convert_layout(block_largest(largest), largest.type.layout)
+    code = scale_code(largest, top_exponent, top_fraction)
     factor = gl.where(code == 255, float("nan"), power(254 - code))
     if not ROTATE:
         barrier()  # else the compiler would merge the two readings
@@ -360,8 +387,8 @@ def store_saved(codes, scales, words, words2, code, row, document, token, head, 
                 D: gl.constexpr, SCALES: gl.constexpr = True):
     """Codes, and unless told otherwise scale codes, of `stored` tokens from row `token` of [tokens, heads, D] on."""
     SIZE: gl.constexpr = part(D)
-    _store_codes(codes, words, token, head, heads, stored, 0, D)
+    store_codes(codes, words, token, head, heads, stored, 0, D)
     if SIZE < D:
-        _store_codes(codes, words2, token, head, heads, stored, SIZE, D)
+        store_codes(codes, words2, token, head, heads, stored, SIZE, D)
     if SCALES:
         gl.store(scales + (head * scale_head + document * scale_document + token + row), code.to(gl.uint8), mask=row < stored)
