@@ -172,14 +172,17 @@ template <class R> LB_INLINE unsigned value_scale(const AttentionArgs& args, int
   return R::block_scales ? 127 : scale_code<typename R::VRule>((unsigned)isa::uniform((int)args.peak[kv_head]));
 }
 
-template <int TYPE> LB_INLINE void put_output(LB_GLOBAL u8* to, v4f x, int count) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (i >= count) return;
-    if (TYPE == 0) ((LB_GLOBAL __bf16*)to)[i] = (__bf16)x[i];
-    else if (TYPE == 1) ((LB_GLOBAL _Float16*)to)[i] = (_Float16)x[i];
-    else ((LB_GLOBAL float*)to)[i] = x[i];
+/// A row's channels from `channel` on, 4 of them, as far as there are `channels`; side by side where no row ends in between.
+template <class T> LB_INLINE void put_output(LB_GLOBAL u8* row, int channel, int channels, v4f x) {
+  typedef T Four __attribute__((ext_vector_type(4)));
+  LB_GLOBAL T* to = (LB_GLOBAL T*)row + channel;
+  if (channels % 4 == 0) {
+    if (channel < channels) *(LB_GLOBAL Four*)to = __builtin_convertvector(x, Four);
+    return;
   }
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (channel + i < channels) to[i] = (T)x[i];
 }
 
 /// The kernel; W is `Wave`.
@@ -200,7 +203,7 @@ template <class R, class W, class Memory> LB_INLINE void attend(const AttentionA
   if (tile_of * QUERY_TILE >= rows) return;
   int row = tile_of * QUERY_TILE + (int)(wave * ROWS + lane % 32);
   long long out_row = first_row + row;
-  LB_GLOBAL u8* out = args.output + (out_row * args.query_heads + head) * args.channels * (args.type == 2 ? 4 : 2);
+  LB_GLOBAL u8* out = args.output + (out_row * args.query_heads + head) * args.channels * (args.type == FP32 ? 4 : 2);
   LB_GLOBAL float* lse = args.lse + (args.query_starts ? first_row : batch * args.lse_batch) + head * args.lse_head + row;
   int tiles = (keys + TILE - 1) / TILE, end = (tiles + 1) / 2 * 2;
 
@@ -275,11 +278,11 @@ template <class R, class W, class Memory> LB_INLINE void attend(const AttentionA
   for (int t = 0; t < 4; t++)
 #pragma unroll
     for (int a = 0; a < 4; a++) {
-      int channel = 32 * t + 8 * a + 4 * (int)(lane / 32), count = args.channels - channel;
+      int channel = 32 * t + 8 * a + 4 * (int)(lane / 32);
       v4f x = {w.o[t][4 * a] * inverse, w.o[t][4 * a + 1] * inverse, w.o[t][4 * a + 2] * inverse, w.o[t][4 * a + 3] * inverse};
-      if (args.type == 0) put_output<0>(out + 2 * channel, x, count);
-      else if (args.type == 1) put_output<1>(out + 2 * channel, x, count);
-      else put_output<2>(out + 4 * channel, x, count);
+      if (args.type == BF16) put_output<__bf16>(out, channel, args.channels, x);
+      else if (args.type == FP16) put_output<_Float16>(out, channel, args.channels, x);
+      else put_output<float>(out, channel, args.channels, x);
     }
   if (lane < 32) *lse = tiles > 0 ? w.log_sum(total) : -__builtin_inff();
 }

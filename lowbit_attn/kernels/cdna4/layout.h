@@ -13,6 +13,9 @@
 #pragma once
 #include "isa.h"
 
+/// Of inputs and outputs.
+enum Type { BF16 = 0, FP16 = 1, FP32 = 2 };
+
 enum { TILE = 128, CHANNELS = 128, ROWS = 32, PLANE = 16 * WAVE, SCALES = 1024 };
 
 template <Element E> constexpr int BITS = E == E4M3 || E == E5M2 ? 8 : E == E2M1 ? 4 : 6;

@@ -8,8 +8,6 @@
 // any scale. Packed operands: layout.h.
 #include "layout.h"
 
-enum Type { BF16 = 0, FP16 = 1, FP32 = 2 };
-
 /// Sequence b covers rows `starts[b]` to `starts[b + 1]`, or `rows` from b * batch_stride if there are no starts; `lengths[b]` of
 /// them, if given. Strides count elements.
 struct QuantizeArgs {

@@ -58,7 +58,7 @@ def test_2048_tokens(emulator, name):
 
 
 @every_recipe
-@pytest.mark.parametrize("channels", [1, 64, 96, 100])
+@pytest.mark.parametrize("channels", [1, 64, 96, 99, 100])
 def test_smaller_head_dims(emulator, name, channels):
     inputs = normal(40, 140, channels=channels)
     assert_equal(run(emulator, name, *inputs), expected(*inputs, name), ordinary_allowance(name))
