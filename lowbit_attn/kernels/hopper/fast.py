@@ -13,7 +13,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from lowbit_attn.kernels.hopper import inline
 from lowbit_attn.kernels.hopper.compat import tma_load
 from lowbit_attn.kernels.hopper.direct import from_rows, hide, pack, softmax_full, softmax_general, tile_sums, to_rows
-from lowbit_attn.kernels.hopper.forward import KEYS, ROWS, by_thread, entry_of, operand, promote, scale_parts, with_master
+from lowbit_attn.kernels.hopper.forward import (
+    KEYS,
+    ROWS,
+    barriers,
+    by_thread,
+    entry_of,
+    operand,
+    promote,
+    scale_parts,
+    with_master,
+)
 from lowbit_attn.kernels.hopper.inline import uniform
 
 
@@ -345,26 +355,13 @@ def attention(q_desc, k_desc, v_desc, w_desc, out, lse, q_scales, records, expon
               P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, SHARED: gl.constexpr, D: gl.constexpr,
               STAGES: gl.constexpr, PROMOTE: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
     """The kernel: three consumers of 64 rows and a loader warp."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
     master = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, D // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     levels = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=WARPGROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=WARPGROUPS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=WARPGROUPS)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers(WARPGROUPS, STAGES)
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([

@@ -40,6 +40,26 @@ def entry_of(index, count, GROUP):
 
 
 @gluon.jit
+def barriers(WARPGROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """Full and empty of Q, of the ring of K tiles and of that of V tiles: one loader fills, WARPGROUPS consumers empty."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=WARPGROUPS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=WARPGROUPS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_empty.index(stage), count=WARPGROUPS)
+    return q_full, q_empty, k_full, k_empty, v_full, v_empty
+
+
+@gluon.jit
 def load_tiles(q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                heads, groups, GROUP, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, K_PADDED: gl.constexpr):
     """The loader warp: Q of each work entry, then its K and V tiles in turn. K_PADDED: K's tiles are padded as V's are."""
@@ -235,6 +255,17 @@ def with_master(accumulator, master, change, D: gl.constexpr):
 
 
 @gluon.jit
+def store_rows(out, result, first, rows, heads, head, D: gl.constexpr):
+    """The first `rows` rows of a result [64, D] to out [tokens, heads, D] from token `first` on."""
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D if D < 256 else 1, D // 8], [4, 1], [1, 0])
+    result = gl.convert_layout(result, STORE)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
+    channel = gl.arange(0, D, gl.SliceLayout(0, STORE))
+    place = (first + row).to(gl.int64) * heads + head
+    gl.store(out + place[:, None] * D + channel[None, :], result, mask=(row < rows)[:, None])
+
+
+@gluon.jit
 def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, limit, words, maximum,
             row_sum, reference, accumulator, master, promoted, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
             LOWEST: gl.constexpr, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr,
@@ -285,7 +316,6 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
     TILES: gl.constexpr = gl.zeros([ROWS, KEYS], gl.float32, SCORES).reshape([ROWS, 4, 4, 4, 2]).type.layout
     L3: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, TILES))
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D if D < 256 else 1, D // 8], [4, 1], [1, 0])
     local = gl.arange(0, ROWS, ROW)
     if WARPGROUPS == 2 and WARPGROUP == 1:
         pass_turn(0)
@@ -365,11 +395,7 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         inverse = gl.where(empty, 0.0, gl.exp2(reference - P_LOG2) / gl.where(empty, 1.0, denominator))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
         result = gl.where(inverse == 0, 0.0, total * inverse).to(out.dtype.element_ty)
-        result = gl.convert_layout(result, STORE)
-        r = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-        channel = gl.arange(0, D, gl.SliceLayout(0, STORE))
-        place = (q_row + WARPGROUP * ROWS + r).to(gl.int64) * heads + head
-        gl.store(out + place[:, None] * D + channel[None, :], result, mask=(r < rows)[:, None])
+        store_rows(out, result, q_row + WARPGROUP * ROWS, rows, heads, head, D)
         value = gl.where(empty, float("-inf"), (maximum + gl.log2(gl.where(empty, 1.0, denominator))) * 0.6931471805599453)
         gl.store(lse + side + local, value, mask=local < rows)
     if WARPGROUPS == 2 and WARPGROUP == 0:
@@ -381,24 +407,11 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
               document_extra, max_tiles, factor, GROUP, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr,
               D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
     """The kernel: WARPGROUPS consumers of 64 rows and a loader warp."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     master = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, D // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=WARPGROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=WARPGROUPS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=WARPGROUPS)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers(WARPGROUPS, STAGES)
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([

@@ -21,12 +21,14 @@ from lowbit_attn.kernels.hopper.blocks import ONE_LOG2, SEED, frozen, hide, onli
 from lowbit_attn.kernels.hopper.forward import (
     KEYS,
     ROWS,
+    barriers,
     by_thread,
     entry_of,
     load_tiles,
     operand,
     promote,
     rescale,
+    store_rows,
     with_master,
 )
 from lowbit_attn.kernels.hopper.inline import pass_turn, take_turn, uniform
@@ -123,7 +125,6 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 4)
     LANES: gl.constexpr = gl.SliceLayout(1, words_of(gl.zeros([ROWS, KEYS], gl.float16, SCORES)).type.layout)
     ROW: gl.constexpr = gl.SliceLayout(1, LANES)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D if D < 256 else 1, D // 8], [4, 1], [1, 0])
     local = gl.arange(0, ROWS, ROW)
     if WARPGROUPS > 1 and WARPGROUP == WARPGROUPS - 1:
         pass_turn(0)
@@ -199,11 +200,7 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
         column = gl.arange(0, D, gl.SliceLayout(0, OUTPUT))
         channel_scale = gl.load(v_scale + (document.to(gl.int64) * (heads // groups) + kv_head) * D + column)
         result = gl.where(inverse == 0, 0.0, total * inverse * channel_scale[None, :]).to(out.dtype.element_ty)
-        result = gl.convert_layout(result, STORE)
-        r = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-        channel = gl.arange(0, D, gl.SliceLayout(0, STORE))
-        place = (q_row + WARPGROUP * ROWS + r).to(gl.int64) * heads + head
-        gl.store(out + place[:, None] * D + channel[None, :], result, mask=(r < rows)[:, None])
+        store_rows(out, result, q_row + WARPGROUP * ROWS, rows, heads, head, D)
         if FROZEN:
             # The first tile's maximum and the level since, and 2 less: a weight of 1 was 2^2 as an operand.
             log2_one = (SEED - offset) * 0.125 - 2.0
@@ -221,7 +218,6 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, k_group, v_scale, work
               P_BUMP: gl.constexpr, P_MAGIC: gl.constexpr, P_LOWEST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
               PROMOTE: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
     """The kernel: WARPGROUPS consumers of 64 rows and a loader warp. P_KIND: P's element; "e4m3" has no scales but the row's."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [WARPGROUPS] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
@@ -229,19 +225,7 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, k_group, v_scale, work
     one = gl.full([8, KEYS], 0x38, gl.int8, FLAT).to(gl.float8e4nv, bitcast=True)
     ones = gl.allocate_shared_memory(gl.float8e4nv, [8, KEYS], gl.NVMMASharedLayout(128, 8, rank=2), one)
     master = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, D // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=WARPGROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=WARPGROUPS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=WARPGROUPS)
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers(WARPGROUPS, STAGES)
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
