@@ -17,12 +17,10 @@ module that lists variants lists all that it wants compiled.
 
 import argparse
 import contextlib
-import hashlib
 import importlib
 import inspect
 import io
 import json
-import multiprocessing
 import os
 import pkgutil
 import re
@@ -46,8 +44,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
+import compiling  # noqa: E402
 import launches  # noqa: E402
-from kernel_sources import fingerprint  # noqa: E402
 from sass import Program  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -201,23 +199,6 @@ def judge(results: list[Compiled], recorded: dict[str, Figures] | None, everythi
     return lines
 
 
-def compile_all(found: list[Variant], jobs: int) -> list[Compiled]:
-    """Longest first is unknown, so one at a time to whoever is free; children inherit the imported kernels."""
-    if jobs == 1 or len(found) < 2:
-        return [compile_variant(variant) for variant in found]
-    global _shared  # noqa: PLW0603  (functions made by a decorator do not pickle: children find them by number)
-    _shared = found
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        return pool.map(_compile_numbered, range(len(found)), chunksize=1)
-
-
-_shared: list[Variant] = []
-
-
-def _compile_numbered(number: int) -> Compiled:
-    return compile_variant(_shared[number])
-
-
 def as_text(by_version: dict[str, dict[str, Figures]]) -> str:
     """recorded.json with one variant a line, so that a change shows as one."""
     versions = []
@@ -225,27 +206,6 @@ def as_text(by_version: dict[str, dict[str, Figures]]) -> str:
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(figures)}" for name, figures in variants.items())
         versions.append(f" {json.dumps(version)}: {{\n{lines}\n }}")
     return "{\n" + ",\n".join(versions) + "\n}\n"
-
-
-def cache_file() -> Path:
-    """Where the results for these very sources and this compiler are kept."""
-    package = ROOT / "lowbit_attn"
-    digest = hashlib.sha256("".join((fingerprint(), fingerprint(package / "formats"),
-                                     hashlib.sha256((package / "recipes.py").read_bytes()).hexdigest())).encode())
-    for source in (Path(__file__), HERE / "sass.py", HERE / "launches.py"):
-        digest.update(source.read_bytes())
-    return ROOT / "build" / "gates" / f"triton-{triton.__version__}-{digest.hexdigest()[:16]}.json"
-
-
-def results_of(found: list[Variant], jobs: int, fresh: bool) -> list[Compiled]:
-    """Compile what no earlier run with the same sources and compiler has compiled."""
-    path, known = cache_file(), dict[str, Compiled]()
-    if path.is_file() and not fresh:
-        known = {entry["name"]: Compiled(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))}
-    known |= {result.name: result for result in compile_all([x for x in found if x[0] not in known], jobs)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([asdict(result) for result in known.values()]), encoding="utf-8")
-    return [known[name] for name, *_ in found]
 
 
 def main() -> int:
@@ -265,7 +225,8 @@ def main() -> int:
     modules = kernel_modules()
     known, failed = variants(modules, everything)
     found = [x for x in known if not options.names or x[0].startswith(tuple(options.names))]
-    results = results_of(found, options.jobs, options.fresh)
+    cached = compiling.cache_file("hopper", Path(__file__), HERE / "sass.py")
+    results = compiling.results_of(found, compile_variant, Compiled, options.jobs, cached, options.fresh)
     by_version = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
     if options.record:
         kept = {"instructions", FP8, *(["spilled", "loop_spills"] if options.accept_spills else [])}

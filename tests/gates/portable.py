@@ -1,6 +1,6 @@
 """Compile what the portable kernels launch for every architecture, without a GPU, and look at what came out.
 
-    python tests/gates/portable.py [--everything] [--record] [--jobs N] [--json FILE] [ARCHITECTURE ...]
+    python tests/gates/portable.py [--everything] [--record] [--fresh] [--kernel NAME] [--jobs N] [--json FILE] [ARCHITECTURE ...]
 
 A pair of kernel and architecture fails where the matrix instruction that its mode promises is missing or another one stands in for
 it (`tl.dot_scaled` turns into bf16 without a word where tile or warps do not fit), where it spills more than recorded_portable.json
@@ -12,14 +12,11 @@ import argparse
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,8 +28,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
+import compiling  # noqa: E402
 import launches  # noqa: E402
 
 from lowbit_attn.kernels.portable.targets import TARGETS  # noqa: E402
@@ -196,41 +194,13 @@ def problems(result: Compiled, accepted: int) -> list[str]:
     return found
 
 
-_shared: list[tuple] = []
-
-
-def _compile_numbered(number: int) -> Compiled:
-    return compile_variant(_shared[number])
-
-
-def compile_all(found: list[tuple], jobs: int) -> list[Compiled]:
-    """One at a time to whoever is free; children inherit the imported kernels, and may be aborted by LLVM."""
-    _shared[:] = found
-    results: list[Compiled | None] = [None] * len(found)
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        waiting = [pool.submit(_compile_numbered, number) for number in range(len(found))]
-        for number, future in enumerate(waiting):
-            with contextlib.suppress(BrokenProcessPool):
-                results[number] = future.result()
-    return [_alone(number) if result is None else result for number, result in enumerate(results)]
-
-
-def _alone(number: int) -> Compiled:
-    """A variant whose process, or a neighbour's, was aborted, once more in a process of its own."""
-    name, call, *_ = _shared[number]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        try:
-            return pool.submit(_compile_numbered, number).result()
-        except BrokenProcessPool:
-            return Compiled(name, call.architecture, [], error="the compiler aborted")
-
-
 def main() -> int:
     """The command of this file's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help=f"of {', '.join(ARCHITECTURES)}; all by default")
     parser.add_argument("--everything", action="store_true", help="every head_dim and dtype")
     parser.add_argument("--record", action="store_true", help="write the spills into recorded_portable.json")
+    parser.add_argument("--fresh", action="store_true", help="compile again, whatever an earlier run found")
     parser.add_argument("--kernel", default="", help="only kernels whose name starts so")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write results and problems to this file")
@@ -239,7 +209,8 @@ def main() -> int:
         parser.error(f"architecture: got {', '.join(sorted(unknown))}; accepted: {', '.join(ARCHITECTURES)}")
     found, failed = variants(tuple(options.architectures) or ARCHITECTURES, options.everything)
     found = [x for x in found if x[0].startswith(options.kernel)]
-    results = compile_all(found, options.jobs)
+    cached = compiling.cache_file("portable", Path(__file__))
+    results = compiling.results_of(found, compile_variant, Compiled, options.jobs, cached, options.fresh)
     by_version: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
     if options.record:
         now = by_version.get(VERSION, {}) | {x.name: x.spilled for x in results}

@@ -56,8 +56,9 @@ class Target:
 
     def backward(self, head_dim: int) -> Config:
         """The backward's choices for a kernel head_dim; rows are those of queries, and of keys, that a program holds."""
-        small = self.architecture.startswith("gfx") or self.shared < 128 << 10
-        return Config(32 if head_dim == 256 and small else 64, 4 if head_dim < 128 else 8, 1)
+        amd = self.architecture.startswith("gfx")
+        small = amd or self.shared < 128 << 10
+        return Config(32 if head_dim == 256 and small else 64, 4 if amd or head_dim < 128 else 8, 1)
 
 
 TARGETS: dict[str, Target] = {
