@@ -58,8 +58,9 @@ def cache_file(kind: str, *sources: Path) -> Path:
     return ROOT / "build" / "gates" / f"{kind}-triton-{triton.__version__}-{digest.hexdigest()[:16]}.json"
 
 
-def results_of(found: Sequence[Any], compile_one: Callable[[Any], Any], kind: type, jobs: int, path: Path, fresh: bool) -> list[Any]:
-    """Results, dataclasses of `kind`, of variants whose first item is the results' name: from `path`, or compiled and kept there."""
+def results_of(found: Sequence[Any], compile_one: Callable[[Any], Any], kind: type, jobs: int, path: Path,
+               fresh: bool) -> list[Any]:
+    """Results, dataclasses of `kind`, of variants whose first item is the result's name: kept in `path`, or compiled now."""
     known: dict[str, Any] = {}
     if path.is_file() and not fresh:
         known = {entry["name"]: kind(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))}
