@@ -60,8 +60,11 @@ def largest_error(run):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FEW else pytest.mark.full) for name in FAULTS])
-def test_a_planted_fault_is_seen(name, tmp_path, build_folder):
+def test_a_planted_fault_is_seen(name, tmp_path, compiled, build_folder):
     run = Emulator(tmp_path, mutated(tmp_path, name))
+    if FAULTS[name][0] in ("attention.h", "softmax.h"):   # the quantizers are as they were
+        compiled.library("quantize")
+        shutil.copy(build_folder / "quantize.so", tmp_path)
     message = FAULTS[name][3]
     if message is not None:
         with pytest.raises(EmulationError, match=message):
