@@ -143,6 +143,12 @@ class TestRecipes:
         compare(q, k, v, recipe, architecture)
 
 
+    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fp8", "fused_mxfp8"])
+    def test_maxima_stay_where_scores_rise_by_less_than_the_threshold(self, recipe):
+        q, k, v = inputs(1, 20, 300, 1, 1, 64)
+        compare(q, k * (1 + torch.arange(300) // 128 * 0.4)[:, None], v, recipe, "sm_80")
+
+
 @only_interpreted
 class TestInputs:
     @pytest.mark.parametrize("shape", SHAPES, ids=str)

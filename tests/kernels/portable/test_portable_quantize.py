@@ -27,10 +27,12 @@ def test_codes_and_scales_equal_formats():
 
 
 def numbers(*shape, broken=False):
-    """Tokens of very different sizes, with a zero block, a subnormal one and, if asked, one with Inf and one with NaN."""
+    """Tokens of very different sizes, with a zero block, a subnormal one, one of ties between codes and, if asked, one with Inf and
+    one with NaN."""
     x = torch.randn(*shape) * torch.exp2(torch.randint(-12, 12, shape[:2]).float())[..., None, None]
     x[0, 32:64, 0] = 0
     x[0, 64:96, 0] *= 2.0**-130
+    x[0, 96:128, 0] = 1 + torch.arange(shape[-1]) % 64 / 16
     if broken:
         x[0, 5, 1, 3], x[0, 40, 1, 0] = torch.nan, torch.inf
     return x
