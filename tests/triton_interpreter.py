@@ -1,8 +1,8 @@
 """Triton's interpreter with the number formats of GPUs, which its own lacks: import this before an interpreted kernel runs.
 
 Wrong in Triton 3.6 to 3.9: fp32 to E4M3 and to bfloat16 truncates where a GPU rounds to nearest even (and saturates E4M3);
-subnormal bfloat16 becomes another number in fp32; a dot of bfloat16 multiplies the numbers' bits, taken for integers; `dot_scaled`
-(3.9, absent from 3.6) reads scales of type E4M3 as E8M0.
+subnormal bfloat16 becomes another number in fp32; a dot of bfloat16 multiplies, and a comparison compares, the numbers' bits, taken
+for integers (NaN equals itself); `dot_scaled` (3.9, absent from 3.6) reads scales of type E4M3 as E8M0.
 """
 
 from types import SimpleNamespace
@@ -41,6 +41,10 @@ def _widened(x: Any) -> Any:
     return SimpleNamespace(data=(x.data.astype(np.uint32) << 16).view(np.float32), dtype=tl.float32)
 
 
+def _comparing(compare: Any) -> Any:
+    return lambda self, a, b: compare(self, _widened(a), _widened(b))
+
+
 def _create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
     return _dot(self, _widened(a), _widened(b), *rest)
 
@@ -56,3 +60,5 @@ def _scale_to_f32(scale: Any, compute_type: Any) -> np.ndarray:
 interpreter._dot_scaled_scale_to_f32 = _scale_to_f32
 interpreter._convert_float = _convert_float
 interpreter.InterpreterBuilder.create_dot = _create_dot
+for _name in [name for name in dir(interpreter.InterpreterBuilder) if name.startswith("create_fcmp")]:
+    setattr(interpreter.InterpreterBuilder, _name, _comparing(getattr(interpreter.InterpreterBuilder, _name)))

@@ -133,9 +133,10 @@ def attention(q, q_scales, q_side, k, k_scales, k_side, v, v_scales, v_side, out
         decay = tl.where(maximum == -float("inf"), 0.0, tl.exp2(maximum - new))
         p = exponential(x, new, EXPONENTIAL)
         maximum = new
-        # A broken block of V breaks the rows that see its keys: its values are zero here. So do scores of Inf or NaN, which
-        # integers would lose.
-        poison = tl.where(largest == 128.0, float("nan"), 0.0)
+        # A broken block of V breaks the rows that see its keys: its values are zero here. The row sum has it too where V's
+        # exponents are folded into P, and scores of Inf or NaN, which integers would lose.
+        broken = tl.where(largest == 128.0, float("nan"), 0.0)
+        poison = broken if RUNNING else 0.0
         if QUANTIZED_SUM or EXPONENTIAL != "exact":
             lost = tl.max(tl.where(x < float("inf"), 0, 1), 1)
             poison = tl.where(lost > 0, float("nan"), poison)
@@ -147,7 +148,7 @@ def attention(q, q_scales, q_side, k, k_scales, k_side, v, v_scales, v_side, out
             total = total * (decay * lift)[:, None]
         else:
             folded = p if P_LOG2 == 0.0 else p * power_of_two(P_LOG2)
-            total = total * decay[:, None]
+            total = total * (decay + broken)[:, None]
         weight, code = round_probability(folded, P_LAYOUT, M, E, TOP, BOUND_EXPONENT, BOUND_FRACTION, CONVERTS, VALUES)
         if not QUANTIZED_SUM:
             added = tl.sum(p, 1)

@@ -126,6 +126,14 @@ class TestInterpreted:
             assert x.dtype == torch.bfloat16
             assert relative_error(x.transpose(1, 2), y) < BOUND + 2.0**-8
 
+    @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("where", range(4), ids=["query", "key", "value", "grad_output"])
+    @pytest.mark.parametrize("recipe", TRAINS)
+    def test_nan_and_inf_break_the_gradients_that_they_break_in_the_reference(self, recipe, where, poison):
+        x = inputs(1, 150, 150, 1, 1, 64)
+        x[where][0, 100, 0, 3] = poison   # past rows of the same tile that do not see its block
+        compare(*x, recipe, is_causal=True)
+
     def test_later_blocks_move_no_bit_of_earlier_rows_of_dq(self):
         q, k, v, do = inputs(1, 200, 200, 1, 1, 64)
         before = compare(q, k, v, do, is_causal=True)[0][:, :128]

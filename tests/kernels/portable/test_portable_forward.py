@@ -193,6 +193,21 @@ class TestInputs:
         assert not output[0, 0, :96].isnan().any()
         assert output[0, 0, 100:].isnan().all()
 
+    @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
+    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention"])
+    def test_a_broken_v_breaks_the_lse_only_where_it_is_folded_into_p(self, recipe, architecture):
+        q, k, v = inputs(2, 8, 70, 1, 1, 64)
+        v[0, 0, 40] = torch.nan
+        compare(q, k, v, recipe, architecture)
+
+    @pytest.mark.parametrize(("recipe", "architecture"), [
+        ("fused_mxfp8", "sm_80"), ("fused_mxfp8", "gfx950"), ("mxattention", "sm_80"), ("mxfp8:row_sum=quantized", "sm_80")])
+    def test_scores_of_inf_and_nan_break_their_rows(self, recipe, architecture):
+        q, k, v = inputs(2, 8, 200, 1, 1, 64)
+        q[0, 0, 2, 0], k[0, 0, 150] = torch.nan, k[0, 0, 150] * 1e30
+        q[0, 0, 5] = 1e30 * k[0, 0, 150].sign()
+        compare(q, k, v, recipe, architecture)
+
     @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8:causal_safety=exact", "nvfp4_fp8"])
     @pytest.mark.parametrize("growth", [2.0**12, 2.0**100])
     def test_later_blocks_move_no_bit_of_earlier_rows(self, recipe, growth):
