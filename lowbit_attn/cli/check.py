@@ -26,7 +26,7 @@ def check(
 ) -> None:
     """Compare kernels with the reference: every instruction they use, attention at every edge, and their speed.
 
-    Ends with status 1 if anything differs. The report says where to send it.
+    Ends with status 1 if anything differs or fails. The report says where to send it.
     """
     if backend not in BACKENDS:
         fail(f"--backend: got {backend!r}; accepted: {', '.join(BACKENDS)}")
@@ -52,18 +52,33 @@ def check(
 def _check(run: "Run", device: torch.device, output: Path, *, speed: bool, small: bool) -> None:
     from lowbit_attn.cli.benchmarks.record import Environment
     from lowbit_attn.cli.checks import cases, instructions, report
-    from lowbit_attn.cli.checks.speed import speeds
+    from lowbit_attn.cli.checks.speed import Speed, speeds
 
-    findings = [_said(x, report.finding_line(x)) for x in instructions.findings(run, device)]
-    outcomes = [_said(x, report.outcome_line(x)) for x in (cases.outcome(case, run, device) for case in cases.cases(small))]
-    timed = [_said(x, report.speed_line(x)) for x in speeds(run, device)] if speed else []
-    text = report.render(Environment.current(device), findings, outcomes, timed, emulated=device.type == "cpu")
+    if output.is_dir():
+        fail(f"--output: got the folder {output}; accepted: a file, new or not")
     output.parent.mkdir(parents=True, exist_ok=True)
+    environment = Environment.current(device)   # before a fault, after which the device may say nothing
+    findings: list[instructions.Finding] = []
+    outcomes: list[cases.Outcome] = []
+    timed: list[Speed] = []
+    stopped = ""
+    try:
+        for finding in instructions.findings(run, device):
+            findings.append(_said(finding, report.finding_line(finding)))
+        for case in cases.cases(small):
+            outcome = cases.outcome(case, run, device)
+            outcomes.append(_said(outcome, report.outcome_line(outcome)))
+        for timing in speeds(run, device) if speed else ():
+            timed.append(_said(timing, report.speed_line(timing)))
+    except RuntimeError as error:   # of HIP, of torch or of the emulator: what came before is still worth a report
+        stopped = f"{type(error).__name__}: {error}"
+    text = report.render(environment, findings, outcomes, timed, emulated=device.type == "cpu", stopped=stopped)
     output.write_text(text, encoding="utf-8")
     wrong = report.failures(findings, outcomes)
-    console.print(f"{wrong or 'no'} difference{'s' if wrong != 1 else ''}; the report to paste is {output}", soft_wrap=True,
-                  style="bold red" if wrong else "green")
-    if wrong:
+    ended = f"; stopped by {stopped}" if stopped else ""
+    console.print(f"{wrong or 'no'} difference{'s' if wrong != 1 else ''}{ended}; the report to paste is {output}", soft_wrap=True,
+                  markup=False, style="bold red" if wrong or stopped else "green")
+    if wrong or stopped:
         raise typer.Exit(1)
 
 

@@ -5,13 +5,16 @@ import os
 
 import pytest
 import torch
+import typer
 
+from lowbit_attn.cli import check
 from lowbit_attn.cli.benchmarks.record import Environment
 from lowbit_attn.cli.checks import report
 from lowbit_attn.cli.checks.cases import Case, Outcome, normal
 from lowbit_attn.cli.checks.instructions import Finding
 from lowbit_attn.cli.checks.speed import Speed
 from lowbit_attn.kernels.cdna4 import toolchain
+from lowbit_attn.kernels.cdna4.loader import HipError
 
 needs_compiler = pytest.mark.skipif(not toolchain.available() and not os.environ.get("CI"), reason="the compiler is missing")
 ENVIRONMENT = Environment("2026-01-01", "AMD Instinct MI355X", {"torch": "2.11", "cudnn": None},
@@ -55,6 +58,23 @@ def test_an_open_question_is_told_and_is_no_difference():
     finding = Finding("v_cvt, scale 1.75", 3, 64, "at [5]", question=True)
     assert report.failures([finding], []) == 0
     assert report.finding_line(finding) == "v_cvt, scale 1.75: 3 of 64 differ, at [5]; no kernel depends on it"
+
+
+def test_a_fault_on_the_way_still_leaves_a_report(tmp_path):
+    def run(launch):
+        raise HipError("hipModuleLaunchKernel: launch failure [719]")
+
+    path = tmp_path / "report.md"
+    with pytest.raises(typer.Exit) as ended:
+        check._check(run, torch.device("cpu"), path, speed=False, small=True)
+    assert ended.value.exit_code == 1
+    assert "**STOPPED** by HipError: hipModuleLaunchKernel: launch failure [719]" in path.read_text()
+
+
+def test_a_folder_for_the_report_is_refused_before_anything_runs(tmp_path, capsys):
+    with pytest.raises(typer.Exit):
+        check._check(lambda launch: pytest.fail("it ran"), torch.device("cpu"), tmp_path, speed=False, small=True)
+    assert "--output: got the folder" in capsys.readouterr().err
 
 
 def test_a_lost_lse_is_a_difference():

@@ -34,8 +34,8 @@ def failures(findings: Sequence[Finding], outcomes: Sequence[Outcome]) -> int:
 
 
 def render(environment: Environment, findings: Sequence[Finding], outcomes: Sequence[Outcome], speeds: Sequence[Speed], *,
-           emulated: bool) -> str:
-    """The whole report."""
+           emulated: bool, stopped: str = "") -> str:
+    """The whole report; `stopped` is the error that ended the run early."""
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions.items() if version)
     sections = [("Instructions, against `semantics.h`", [finding_line(x) for x in findings]),
                 ("Attention, against the reference", [outcome_line(x) for x in outcomes]),
@@ -44,6 +44,8 @@ def render(environment: Environment, findings: Sequence[Finding], outcomes: Sequ
             f"{environment.device}{', EMULATED: says nothing of a device' if emulated else ''}, {environment.date}", "",
             f"{versions}. Code objects: {build.stale() or 'up to date'}, {toolchain.COMPILER}. `{environment.command}`", "",
             f"**{failures(findings, outcomes)} differences** in {len(findings)} instructions and {len(outcomes)} calls."]
+    if stopped:
+        head += ["", f"**STOPPED** by {stopped}"]
     for title, lines in sections:
         if lines:
             head += ["", f"## {title}", "", *(f"- {line}" for line in lines)]
