@@ -193,8 +193,11 @@ def choose(recipe_text: str, device: torch.device, requested: str | None, wide_h
     if requested is None:
         explanation = explain(recipe, described, wide_heads)
         if explanation.backend == "reference":
-            _warn_once(f"lowbit_attn: {recipe.name} on {described} runs the PyTorch reference: exact numbers, no speed. "
-                       "lowbit_attn.explain() says why; backend='reference' asks for it and silences this.")
+            narrow = explain(recipe, described).backend   # what explain() knows, which is told of no head_dim
+            why = ("lowbit_attn.explain() says why" if narrow == "reference" else
+                   f"Why: backend {narrow!r} takes head_dim up to {NARROW_HEAD_DIM}")
+            _warn_once(f"lowbit_attn: {recipe.name} on {described} runs the PyTorch reference: exact numbers, no speed. {why}; "
+                       "backend='reference' asks for it and silences this.")
         elif explanation.precision.startswith("emulated"):
             _warn_once(f"lowbit_attn: {recipe.name} on {described} runs backend {explanation.backend!r}, {explanation.precision}: "
                        f"no faster than bf16. backend={explanation.backend!r} asks for it and silences this.")
