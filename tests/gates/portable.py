@@ -40,6 +40,8 @@ VERSION = ".".join(triton.__version__.split(".")[:2])
 RECORDED = HERE / "recorded_portable.json"
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_103", "gfx942", "gfx950")
+"""What every run compiles for, one of each kind; --everything adds the others that dispatch offers."""
+
 RECIPES = ("mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention")
 """One of each kind of kernel; `mxfp4_ocp` and the options of recipes change constants in them."""
 
@@ -60,8 +62,8 @@ def gpu_target(architecture: str) -> GPUTarget:
     return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
 
 
-EMULATED = {"sm_80": "mma bf16", "sm_90": "wgmma bf16", "sm_100": "tcgen05 bf16", "sm_103": "tcgen05 bf16", "gfx942": "mfma bf16",
-            "gfx950": "mfma bf16"}
+EMULATED = {"sm_80": "mma bf16", "sm_86": "mma bf16", "sm_89": "mma bf16", "sm_90": "wgmma bf16", "sm_100": "tcgen05 bf16",
+            "sm_103": "tcgen05 bf16", "sm_120": "mma bf16", "gfx942": "mfma bf16", "gfx950": "mfma bf16"}
 
 
 def promised(architecture: str, recipe: str, kernel: str = "attention") -> set[str]:
@@ -195,17 +197,19 @@ def problems(result: Compiled, accepted: int) -> list[str]:
 def main() -> int:
     """The command of this file's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE", help=f"of {', '.join(ARCHITECTURES)}; all by default")
-    parser.add_argument("--everything", action="store_true", help="other head_dims and dtypes too")
+    parser.add_argument("architectures", nargs="*", metavar="ARCHITECTURE",
+                        help=f"of {', '.join(TARGETS)}; by default one of each kind, with --everything all")
+    parser.add_argument("--everything", action="store_true", help="other head_dims and dtypes, and every architecture")
     parser.add_argument("--record", action="store_true", help="write the spills into recorded_portable.json")
     parser.add_argument("--fresh", action="store_true", help="compile again, whatever an earlier run found")
     parser.add_argument("--kernel", default="", help="only kernels whose name starts so")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write results and problems to this file")
     options = parser.parse_args()
-    if unknown := set(options.architectures) - set(ARCHITECTURES):
-        parser.error(f"architecture: got {', '.join(sorted(unknown))}; accepted: {', '.join(ARCHITECTURES)}")
-    found, failed = variants(tuple(options.architectures) or ARCHITECTURES, options.everything)
+    if unknown := set(options.architectures) - set(TARGETS):
+        parser.error(f"architecture: got {', '.join(sorted(unknown))}; accepted: {', '.join(TARGETS)}")
+    chosen = tuple(options.architectures) or (tuple(TARGETS) if options.everything else ARCHITECTURES)
+    found, failed = variants(chosen, options.everything)
     found = [x for x in found if x[0].startswith(options.kernel)]
     cached = compiling.cache_file("portable", Path(__file__))
     results = compiling.results_of(found, compile_variant, Compiled, options.jobs, cached, options.fresh)
