@@ -148,6 +148,17 @@ def test_packed_documents_do_not_see_each_other(emulator, name):
 
 
 @every_recipe
+def test_keys_past_a_bound_that_does_not_hold_are_not_read(emulator, name):
+    """Nothing is packed for them: tiles of the longest sequence are all that there is."""
+    query, key, value = (x[0] for x in normal(8, 300))
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (8, 300))
+    found = run(emulator, name, query, key, value, cu_seq=(cu_q, cu_k), longest=(8, 100))
+    want = run(emulator, name, query[None], key[None, :128], value[None, :128])
+    assert torch.equal(found[0], want[0][0])
+    assert torch.equal(found[1], want[1][0])
+
+
+@every_recipe
 @pytest.mark.parametrize("where", ["query", "key", "value"])
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_nan_and_inf_reach_the_rows_that_read_them(emulator, name, where, poison):
