@@ -9,6 +9,7 @@ from typer.main import get_command
 
 import lowbit_attn
 from lowbit_attn.cli.main import app
+from lowbit_attn.ops.dispatch import Device, explain
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -77,3 +78,30 @@ def test_recipe_table_is_complete_and_true():
 def test_shipped_configurations_are_reachable_inside_the_package():
     inside = ROOT / "lowbit_attn" / "configs"
     assert {path.name for path in inside.iterdir()} == {path.name for path in (ROOT / "configs").iterdir()}
+
+
+COLUMNS = {"Hopper": ["sm_90"], "Blackwell": ["sm_100", "sm_103"], "CDNA4": ["gfx950"],
+           "sm_80": ["sm_80", "sm_86", "sm_89", "sm_120", "gfx942"]}
+BACKENDS = {"kernel": "hopper", "Triton": "triton", "HIP": "cdna4", "reference": "reference"}
+
+
+def hardware():
+    """(recipe, architecture, cell) of the hardware table."""
+    lines = README.partition("## Hardware")[2].splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:30] if line.startswith("|")]
+    for recipes, *cells in table[2:]:
+        for title, cell in zip(table[0][1:-1], cells[:-1], strict=True):
+            for architecture in next(names for start, names in COLUMNS.items() if title.startswith(start)):
+                for recipe in re.findall(r"`(\w+)`", recipes):
+                    yield recipe, architecture, cell
+
+
+def test_the_hardware_table_says_what_dispatch_does():
+    seen = set()
+    for recipe, architecture, cell in hardware():
+        found = explain(lowbit_attn.RECIPES[recipe], Device("cuda", architecture))
+        assert found.backend == BACKENDS[cell.split(",")[0].split()[0]], (recipe, architecture)
+        if cell.startswith("Triton"):
+            assert found.precision.startswith("native") == ("native" in cell), (recipe, architecture)
+        seen.add(recipe)
+    assert seen == set(lowbit_attn.RECIPES)

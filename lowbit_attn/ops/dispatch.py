@@ -154,7 +154,7 @@ def explain(recipe: Recipe, device: Device, wide_heads: bool = False) -> Explana
 
 @lru_cache(maxsize=256)
 def _warn_once(text: str) -> None:
-    warnings.warn(text, LowbitFallbackWarning, stacklevel=4)
+    warnings.warn(text, LowbitFallbackWarning, stacklevel=5)
 
 
 def require_backend(name: str, implemented: tuple[str, ...] = ("reference", "hopper", "cdna4", "triton")) -> None:

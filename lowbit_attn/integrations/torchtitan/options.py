@@ -23,7 +23,7 @@ class AttentionOptions:
     """Ask for a bitwise reproducible backward (also implied by debug.deterministic, which layers in bf16 need on a GPU)."""
 
     backend: str | None = None
-    """Which implementation runs: None chooses; or "reference", "hopper", "triton", "cdna4"."""
+    """Which implementation runs: None chooses; or "reference", "hopper", "triton"."""
 
     probe_every: int = 0
     """Every so many steps, measure one layer's numerics (saturation, flushed dS, cosine to exact attention) on its real
