@@ -87,8 +87,8 @@ BACKENDS = {"kernel": "hopper", "Triton": "triton", "HIP": "cdna4", "reference":
 
 def hardware():
     """(recipe, architecture, cell) of the hardware table."""
-    lines = README.partition("## Hardware")[2].splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:30] if line.startswith("|")]
+    lines = README.partition("## Hardware")[2].partition("\n## ")[0].splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     for recipes, *cells in table[2:]:
         for title, cell in zip(table[0][1:-1], cells[:-1], strict=True):
             for architecture in next(names for start, names in COLUMNS.items() if title.startswith(start)):
