@@ -21,7 +21,8 @@ def check(
     backend: Annotated[str, typer.Option(help="Whose kernels to check: cdna4.")],
     emulate: Annotated[bool, typer.Option(help="Run the kernels' source on the CPU instead: no GPU, no speed, a minute; needs "
                                                "ziglang.")] = False,
-    speed: Annotated[bool, typer.Option(help="Also time the kernels, against torch SDPA.")] = True,
+    speed: Annotated[bool | None, typer.Option(help="Also time the kernels, against torch SDPA; by default, unless "
+                                                    "emulated.")] = None,
     output: Annotated[Path, typer.Option(help="Where the report goes.")] = Path("outputs/check/cdna4.md"),
 ) -> None:
     """Compare kernels with the reference: every instruction they use, attention at every edge, and their speed.
@@ -30,6 +31,8 @@ def check(
     """
     if backend not in BACKENDS:
         fail(f"--backend: got {backend!r}; accepted: {', '.join(BACKENDS)}")
+    if emulate and speed:
+        fail("--speed: got it with --emulate, whose time says nothing of a device; accepted: one of the two")
     if emulate:
         from lowbit_attn.kernels.cdna4 import toolchain
         from lowbit_attn.kernels.cdna4.emulate import Emulator
@@ -46,7 +49,7 @@ def check(
              "here: --emulate")
     from lowbit_attn.kernels.cdna4 import loader
 
-    _check(loader.run, device, output, speed=speed, small=False)
+    _check(loader.run, device, output, speed=speed is not False, small=False)
 
 
 def _check(run: "Run", device: torch.device, output: Path, *, speed: bool, small: bool) -> None:

@@ -35,6 +35,12 @@ def test_other_backends_are_refused_by_name(run):
     assert "--backend: got 'hopper'; accepted: cdna4" in result.stderr
 
 
+def test_an_emulator_is_not_timed(run):
+    result = run("check", "--backend", "cdna4", "--emulate", "--speed")
+    assert result.exit_code == 2
+    assert "--speed: got it with --emulate" in result.stderr
+
+
 @needs_compiler
 def test_emulated_it_finds_no_difference_and_says_that_it_is_no_device(run, tmp_path):
     path = tmp_path / "sub" / "report.md"
