@@ -207,6 +207,29 @@ def test_adversarial_inputs_follow_the_gradient_no_worse_than_the_reference(name
         assert cosine(a, c) > cosine(b, c) - 2e-4 - 2 * (1 - cosine(b, c)) / 100
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("zero", ["everything", "first keys and values", "last queries, keys and values", "last gradients", "dO"])
+def test_blocks_of_zeros_leave_finite_gradients(zero, causal):
+    q, k, v = inputs(1, 400, 400, 2, 2, 128)
+    grad = normal(1, 2, 400, 128, seed=9)
+    first, last = slice(0, 64), slice(256, 400)
+    for x, part in {"everything": [(q, slice(None)), (k, slice(None)), (v, slice(None))],
+                    "first keys and values": [(k, first), (v, first)],
+                    "last queries, keys and values": [(q, last), (k, last), (v, last)],
+                    "last gradients": [(grad, last)], "dO": [(grad, slice(None))]}[zero]:
+        x[:, :, part] = 0
+    if zero in ("last gradients", "dO"):
+        q *= 1024
+
+    def attend(q, k, v, backend):
+        return lowbit_attn.attention(q, k, v, recipe="mxfp8", is_causal=causal, return_lse=True, backend=backend)
+
+    ours, reference = gradients(attend, (q, k, v), grad)
+    for a, b in zip(ours, reference, strict=True):
+        assert a.isfinite().all()
+        assert (a - b).float().norm() <= bound(scores(q, k), 128) * b.float().norm()
+
+
 def test_normal_inputs_reach_the_cosine_that_training_needs():
     tensors = [x.float() for x in inputs(1, 2048, 2048, 4, 4, 128)]
     for causal in (False, True):

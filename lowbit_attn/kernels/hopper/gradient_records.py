@@ -84,7 +84,8 @@ def _vectors(documents, q_tiles, q_scales, do_group, lse, delta, reference, vect
         q_exponent = tl.where(code == 255, 0.0, (code - 127).to(tl.float32))
         natural = tl.load(lse + side + i, mask=exists, other=float("-inf"))
         bias = tl.where(natural == float("-inf"), natural, P_LOG2 + fold - natural * 1.4426950408889634)
-        weight = tl.load(delta + side + i, mask=exists, other=0.0) * tl.exp2(q_exponent - base - fold)
+        d = tl.load(delta + side + i, mask=exists, other=0.0)
+        weight = tl.where(d == 0, 0.0, d * tl.exp2(q_exponent - base - fold))  # where dO is all zero the power may overflow
         out = vectors + (head * q_count + tile) * 512 + (i // 64) * 256
         within = i % 16
         place = (i % 64) // 16 * 16 + (within % 8) // 2 * 4 + within // 8 * 2 + i % 2

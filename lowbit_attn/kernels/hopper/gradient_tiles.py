@@ -18,6 +18,9 @@ TOP = gl.constexpr(448.0)
 SLACK = gl.constexpr(90.0)
 """A first reference lies at most this many doublings below D, which dS subtracts: less than float32 holds."""
 
+LOWEST = gl.constexpr(-100.0)
+"""First references end here: all-zero blocks of several operands add up to one whose power leaves float32."""
+
 HEADROOM = gl.constexpr(6)
 """A row that exceeds TOP is brought to between 2^6 and 2^7: it may grow fourfold before it is touched again."""
 

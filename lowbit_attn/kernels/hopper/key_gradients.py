@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from lowbit_attn.kernels.hopper.compat import tma_load
 from lowbit_attn.kernels.hopper.forward import entry_of
 from lowbit_attn.kernels.hopper.gradient_tiles import (
+    LOWEST,
     ROWS,
     SLACK,
     blocked,
@@ -169,7 +170,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
         record = vector_table + ((kv_head * groups).to(gl.int64) * tiles_in_all + document_tile + last) * 256
         q_exponent = gl.maximum(gl.load(record + 132), gl.load(record + 133))
         weight = gl.maximum(gl.load(record + 134), gl.load(record + 135))
-        reference = gl.maximum(start_of(v_exponent) + (q_exponent - 7.0), weight - SLACK)
+        reference = gl.maximum(gl.maximum(start_of(v_exponent) + (q_exponent - 7.0), weight - SLACK), LOWEST)
         # Tiles that only the other warpgroup's keys see come last.
         mine = gl.maximum(tiles - (gl.maximum(shift, 0) // COLUMNS - first), 0) * groups
         mine = uniform(gl.where((valid > 0) & (rows > 0), gl.minimum(mine, tiles * groups), 0))

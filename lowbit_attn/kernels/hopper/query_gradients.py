@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from lowbit_attn.kernels.hopper.compat import reinterpreted, tma_load
 from lowbit_attn.kernels.hopper.forward import by_thread, entry_of, promote, with_master
 from lowbit_attn.kernels.hopper.gradient_tiles import (
+    LOWEST,
     ROWS,
     SLACK,
     blocked,
@@ -168,7 +169,7 @@ def consume(grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, d
         first_v = gl.load(v_scales + k_side, mask=k_valid > 0, other=127).to(gl.int32)
         k_first = start_of(exponent_of(first))
         reference = start_of(exponent) + (k_first + start_of(exponent_of(first_v)) - 15.0)
-        reference = gl.maximum(reference, magnitude(delta) + (k_first - SLACK))
+        reference = gl.maximum(gl.maximum(reference, magnitude(delta) + (k_first - SLACK)), LOWEST)
         mine = uniform(gl.where(rows > 0, tiles_seen(gl.minimum(rows, ROWS), k_valid, diagonal), 0))
         full = gl.minimum(k_valid, diagonal + 1) // COLUMNS
         dq = gl.zeros([ROWS, D], gl.float32, SUM)

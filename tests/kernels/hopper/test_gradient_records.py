@@ -77,6 +77,16 @@ class TestInterpreted:
                     largest = weight[:, 32 * block:32 * block + 32].abs().amax(-1)
                     torch.testing.assert_close(record[:, 134 + block], largest.log2(), rtol=1e-5, atol=1e-5)
 
+    def test_a_gradient_of_zeros_weighs_nothing_beside_large_queries(self, lengths, tail):
+        from lowbit_attn.kernels.hopper.gradient_records import gradient_records
+        tiling, do_group, q_scales, lse, delta, _ = call(lengths, tail)
+        records = gradient_records(tiling, torch.full_like(q_scales, 140), torch.full_like(do_group, -127.0), lse,
+                                   torch.zeros_like(delta).flatten(), kv_heads=KV_HEADS, factor=FACTOR,
+                                   head_stride=lse.shape[1], document_extra=0)
+        for _, q_len, *_, first, _, _ in tiling.documents.tolist():
+            for tile in range(-(-q_len // 64)):
+                assert (records.vectors[:, 2 * first + tile, 64:128] == 0).all()
+
     @pytest.mark.parametrize("align", ["none", "bottom_right"])
     def test_work_lists_every_key_block_once_longest_first(self, lengths, tail, align):
         tiling, *_, records = call(lengths, tail, align)
