@@ -226,6 +226,22 @@ def packed_tiling(query: Tensor, keys: int, cu_seq_q: Tensor, cu_seq_k: Tensor, 
                    align, block_rows)
 
 
+def tiling_of(query: Tensor, keys: int, rows: int, *, is_causal: bool = False, bottom_right: bool = False,
+              key_lengths: Tensor | None = None, cu_seq: tuple[Tensor, Tensor] | None = None) -> Tiling:
+    """Tiling of one call's documents, dense or (with `cu_seq`) packed, into blocks of `rows` queries; `query` gives the shape."""
+    if cu_seq is not None:
+        return packed_tiling(query, keys, *cu_seq, align="bottom_right" if is_causal else "none", block_rows=rows)
+    align = ("bottom_right" if bottom_right else "top_left") if is_causal else "none"
+    return dense_tiling(query, keys, align=align, key_lengths=key_lengths, block_rows=rows)
+
+
+def lse_layout(x: Tensor, packed: bool) -> tuple[tuple[int, ...], int, int]:
+    """Shape of what holds one value per token and head of x ([B, H, S] or [H, T]), and its strides of a head and (beside the
+    tokens') of a document."""
+    *batch, tokens, heads, _ = x.shape
+    return (*batch, heads, tokens), tokens, 0 if packed else (heads - 1) * tokens
+
+
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict, dict[str, Any]]]:
     """What the static gate compiles: name, kernel, signature, constants, attributes, options."""
     pointers = ("table", "q_tiles", "k_tiles", "work", "count", "cu_q", "cu_k", "lengths")

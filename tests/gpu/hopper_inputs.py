@@ -34,6 +34,15 @@ def scores(q, k, scale=None):
     return (q.nan_to_num(posinf=0, neginf=0).float() @ k.mT * factor).flatten()
 
 
+def padded_keys():
+    """Query, key and value of five batch items, and how many keys each has: none of what lies past them may show."""
+    q, k, v = inputs(5, 300, 333, 4, 2, 128)
+    lengths = torch.tensor([333, 0, 1, 128, 129], dtype=torch.int32, device="cuda")
+    for n, length in enumerate(lengths.tolist()):
+        k[n, :, length:], v[n, :, length:] = torch.nan, torch.inf
+    return q, k, v, lengths
+
+
 def adversarial():
     q, k, v = inputs(1, 1100, 1100, 2, 2, 128)
     ramp = torch.linspace(0, 40, 1100, device="cuda")[:, None]

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from hopper_inputs import adversarial, inputs, normal, packed, relative, scores
+from hopper_inputs import adversarial, inputs, normal, packed, padded_keys, relative, scores
 
 import lowbit_attn
 from lowbit_attn.ops import LowbitFallbackWarning
@@ -91,10 +91,7 @@ class TestOptions:
 
     @pytest.mark.parametrize("causal", [{}, {"is_causal": True, "causal_align": "bottom_right"}], ids=["full", "causal"])
     def test_keys_past_their_length_have_no_gradient(self, causal):
-        q, k, v = inputs(5, 300, 333, 4, 2, 128)
-        lengths = torch.tensor([333, 0, 1, 128, 129], dtype=torch.int32, device="cuda")
-        for n, length in enumerate(lengths.tolist()):
-            k[n, :, length:], v[n, :, length:] = torch.nan, torch.inf
+        q, k, v, lengths = padded_keys()
         found = dense((q, k, v), key_lengths=lengths, **causal)
         assert_close(found, scores(q, k), 128)
         for n, length in enumerate(lengths.tolist()):

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from hopper_inputs import DOCUMENTS, SHAPES, adversarial, inputs, normal, packed, relative, scores
+from hopper_inputs import DOCUMENTS, SHAPES, adversarial, inputs, normal, packed, padded_keys, relative, scores
 
 import lowbit_attn
 from lowbit_attn.ops import LowbitFallbackWarning
@@ -65,10 +65,7 @@ class TestOptions:
 
     @pytest.mark.parametrize("causal", [{}, {"is_causal": True, "causal_align": "bottom_right"}], ids=["full", "causal"])
     def test_key_lengths(self, recipe, causal):
-        q, k, v = inputs(5, 300, 333, 4, 2, 128)
-        lengths = torch.tensor([333, 0, 1, 128, 129], dtype=torch.int32, device="cuda")
-        for n, length in enumerate(lengths.tolist()):
-            k[n, :, length:], v[n, :, length:] = torch.nan, torch.inf
+        q, k, v, lengths = padded_keys()
         compare(q, k, v, recipe, key_lengths=lengths, **causal)
 
     @pytest.mark.parametrize("scale", [-0.1, 0.0, 0.5])

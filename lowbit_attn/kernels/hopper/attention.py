@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowbit_attn.kernels.hopper import fast, forward
 from lowbit_attn.kernels.hopper.quantize import Quantized, quantize_qkv
 from lowbit_attn.kernels.hopper.records import LOWEST_FOLD, Records, Sizes, tile_records
-from lowbit_attn.kernels.tiling import TILE, Tiling, dense_tiling, packed_tiling
+from lowbit_attn.kernels.tiling import TILE, Tiling, lse_layout, tiling_of
 from lowbit_attn.recipes import DIRECT_UNIT, SHARED_FOLD, Recipe
 
 HEAD_DIMS = (64, 128, 256)
@@ -88,20 +88,13 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     rows = config_of(recipe, dim).warpgroups * 64
     packed = cu_seq is not None
     keys = key.shape[-3]
-    if cu_seq is not None:
-        tiling = packed_tiling(query, keys, *cu_seq, align="bottom_right" if is_causal else "none", block_rows=rows)
-        tokens = query.shape[0]
-        lse_shape: tuple[int, ...] = (query.shape[1], tokens)
-    else:
-        align = ("bottom_right" if bottom_right else "top_left") if is_causal else "none"
-        tiling = dense_tiling(query, keys, align=align, key_lengths=key_lengths, block_rows=rows)
-        tokens = query.shape[1]
-        lse_shape = (query.shape[0], query.shape[2], tokens)
+    tiling = tiling_of(query, keys, rows, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
+    lse_shape, head_stride, document_extra = lse_layout(query, packed)
     heads, kv_heads = query.shape[-2], key.shape[-2]
     quantized = quantize_qkv(query, key, value, tiling, recipe, save=save, packed=packed)
     scale = head_dim**-0.5 if scale is None else scale
     direct = recipe.exponential == "direct_u8"
-    sizes = Sizes(heads, heads // max(1, kv_heads), tokens, 0 if packed else (heads - 1) * tokens, tiling.k_tiles.shape[0],
+    sizes = Sizes(heads, heads // max(1, kv_heads), head_stride, document_extra, tiling.k_tiles.shape[0],
                   head_group(heads, kv_heads, 2 * quantized.k_codes.numel() // max(1, kv_heads)),
                   abs(scale) * math.log2(math.e) * (DIRECT_UNIT if direct else 1.0))
     records = tile_records(tiling, quantized.k_group, quantized.v_group, sizes, direct=direct)

@@ -18,7 +18,7 @@ from lowbit_attn.kernels.hopper.gradient_records import P_GRAD_LOG2, VECTOR, Gra
 from lowbit_attn.kernels.hopper.key_gradients import key_gradients
 from lowbit_attn.kernels.hopper.quantize_gradient import Gradient, quantize_gradient
 from lowbit_attn.kernels.hopper.query_gradients import query_gradients
-from lowbit_attn.kernels.tiling import Tiling, dense_tiling, packed_tiling
+from lowbit_attn.kernels.tiling import Tiling, lse_layout, tiling_of
 from lowbit_attn.recipes import Recipe
 
 HEAD_DIMS = (64, 128)
@@ -65,15 +65,6 @@ def refusal(recipe: Recipe, head_dim: int) -> str | None:
     return None
 
 
-def tiling_of(output: Tensor, keys: int, *, is_causal: bool, bottom_right: bool, key_lengths: Tensor | None,
-              cu_seq: tuple[Tensor, Tensor] | None) -> Tiling:
-    """Tables for blocks of 128 queries."""
-    if cu_seq is not None:
-        return packed_tiling(output, keys, *cu_seq, align="bottom_right" if is_causal else "none", block_rows=BLOCK)
-    align = ("bottom_right" if bottom_right else "top_left") if is_causal else "none"
-    return dense_tiling(output, keys, align=align, key_lengths=key_lengths, block_rows=BLOCK)
-
-
 @dataclass(frozen=True)
 class Prepared:
     """Operands and tables of one call, padded to `dim` channels; `head_dim` is the caller's."""
@@ -104,20 +95,6 @@ class Prepared:
         """Key/value heads."""
         return self.saved.k_codes.shape[-2]
 
-    @property
-    def tokens(self) -> int:
-        """Queries of a batch item, or of all documents."""
-        return self.saved.q_codes.shape[-3]
-
-    @property
-    def keys(self) -> int:
-        """Keys of a batch item, or of all documents."""
-        return self.saved.k_codes.shape[-3]
-
-    def extra(self, heads: int, tokens: int) -> int:
-        """What `document_extra` is for tensors of one value per token and head."""
-        return 0 if self.packed else (heads - 1) * tokens
-
     def _group(self, heads: int) -> int:
         """Heads of one kind that run side by side, as many as L2 holds K and V codes for."""
         group = head_group(self.heads, self.kv_heads, 2 * self.saved.k_codes.numel() // self.kv_heads)
@@ -130,6 +107,7 @@ class Prepared:
     def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> None:
         """Launch dK and dV."""
         q, k, v = self.saved.q_codes, self.saved.k_codes, self.saved.v_codes
+        _, *strides = lse_layout(k, self.packed)
         programs = min(processors(k.device), self.tiling.k_tiles.numel() * self.kv_heads)
         masters = torch.empty(programs * 4 * ROWS * self.dim, dtype=torch.float32, device=k.device)
         key_gradients[(programs,)](
@@ -137,19 +115,19 @@ class Prepared:
             self._columns(self.made.do_t, ROWS), vector_descriptor(self.records.vectors), self._rows(k, ROWS), self._rows(v, ROWS),
             grad_key, grad_value, self.saved.k_scales, self.saved.v_scales, self.records.vectors, self.records.reference,
             self.records.lifts, self.records.work, self.records.count, masters, self.kv_heads, self.heads // self.kv_heads,
-            self.keys, self.extra(self.kv_heads, self.keys), 2 * self.tiling.q_tiles.numel(), self.scale,
-            self._group(self.kv_heads), P_LOG2=P_GRAD_LOG2, **self._constants(KEYS[self.dim]))
+            *strides, 2 * self.tiling.q_tiles.numel(), self.scale, self._group(self.kv_heads), P_LOG2=P_GRAD_LOG2,
+            **self._constants(KEYS[self.dim]))
 
     def query_gradients(self, grad_query: Tensor) -> None:
         """Launch dQ."""
         q, k, v = self.saved.q_codes, self.saved.k_codes, self.saved.v_codes
+        strides = [stride for x in (q, k) for stride in lse_layout(x, self.packed)[1:]]
         programs = min(processors(q.device), self.tiling.work.shape[0] * self.heads)
         query_gradients[(programs,)](
             self._rows(q, ROWS), self._rows(self.made.do_codes, ROWS), self._rows(k, BLOCK), self._rows(v, BLOCK),
             self._columns(self.made.k_t, BLOCK), grad_query, self.saved.q_scales, self.made.do_group, self.lse, self.made.delta,
             self.saved.k_scales, self.saved.v_scales, self.tiling.documents, self.tiling.work, self.tiling.count, self.heads,
-            self.heads // self.kv_heads, self.tokens, self.extra(self.heads, self.tokens), self.keys,
-            self.extra(self.kv_heads, self.keys), self.tiling.q_tiles.numel(), self.scale * math.log2(math.e), self.scale,
+            self.heads // self.kv_heads, *strides, self.tiling.q_tiles.numel(), self.scale * math.log2(math.e), self.scale,
             self._group(self.heads), **self._constants(QUERIES[self.dim]))
 
     def _rows(self, codes: Tensor, rows: int) -> Any:
@@ -174,7 +152,7 @@ def prepare(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: T
     recipe = recipe.effective()
     head_dim, packed = grad_output.shape[-1], cu_seq is not None
     scale = head_dim**-0.5 if scale is None else scale
-    heads, kv_heads, keys = output.shape[-2], saved.k_codes.shape[-2], saved.k_codes.shape[-3]
+    keys, kv_heads = saved.k_codes.shape[-3:-1]
     dim = next(d for d in HEAD_DIMS if d >= head_dim)
     codes = [saved.q_codes, saved.k_codes, saved.v_codes]
     if dim != head_dim:
@@ -182,13 +160,12 @@ def prepare(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: T
     q_codes, k_codes, v_codes = (x.contiguous() for x in codes)
     saved = Saved(q_codes, saved.q_scales, k_codes, saved.k_scales, v_codes, saved.v_scales)
     output, lse = output.contiguous(), lse.contiguous()
-    tokens = output.shape[-3]
-    extra = 0 if packed else (heads - 1) * tokens
-    tiling = tiling_of(output, keys, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
+    _, head_stride, document_extra = lse_layout(output, packed)
+    tiling = tiling_of(output, keys, BLOCK, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
     made = quantize_gradient(grad_output, output, None if grad_lse is None else grad_lse.float().contiguous(), q_codes, k_codes,
-                             tiling, head_stride=tokens, document_extra=extra, packed=packed)
+                             tiling, head_stride=head_stride, document_extra=document_extra, packed=packed)
     records = gradient_records(tiling, saved.q_scales, made.do_group, lse, made.delta, kv_heads=kv_heads,
-                               factor=scale * math.log2(math.e), head_stride=tokens, document_extra=extra)
+                               factor=scale * math.log2(math.e), head_stride=head_stride, document_extra=document_extra)
     return Prepared(tiling, saved, made, records, lse, grad_output.dtype, head_dim, packed, scale,
                     recipe.rotates(head_dim) and dim == head_dim)
 

@@ -16,7 +16,7 @@ from lowbit_attn.kernels.hopper import fused
 from lowbit_attn.kernels.hopper.attention import Config, descriptor, head_group, kernel_head_dim, processors
 from lowbit_attn.kernels.hopper.grids import GRIDS, Grid
 from lowbit_attn.kernels.hopper.quantize_blocks import Quantized, quantize_blocks
-from lowbit_attn.kernels.tiling import TILE, Tiling, dense_tiling, packed_tiling
+from lowbit_attn.kernels.tiling import TILE, Tiling, lse_layout, tiling_of
 from lowbit_attn.recipes import Recipe
 
 LOG2E = math.log2(math.e)
@@ -65,20 +65,14 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
             query, key, rotate = hadamard(query), hadamard(key), False
         query, key, value = (torch.nn.functional.pad(x, (0, dim - head_dim)) for x in (query, key, value))
     rows = config_of(recipe, dim).warpgroups * 64
-    if cu_seq is not None:
-        tiling = packed_tiling(query, key.shape[-3], *cu_seq, align="none", block_rows=rows)
-        tokens = shape[0]
-        lse_shape: tuple[int, ...] = (shape[1], tokens)
-    else:
-        tiling = dense_tiling(query, key.shape[-3], align="none", key_lengths=key_lengths, block_rows=rows)
-        tokens = shape[1]
-        lse_shape = (shape[0], shape[2], tokens)
+    tiling = tiling_of(query, key.shape[-3], rows, key_lengths=key_lengths, cu_seq=cu_seq)
+    lse_shape, head_stride, document_extra = lse_layout(query, packed)
     prescale = scale * LOG2E if recipe.q_prescale else 1.0
     quantized = quantize_blocks(query, key, value, tiling, recipe, scale=prescale, rotate=rotate, packed=packed, count=count)
     factor = 2.0**-quantized.shift * (1.0 if recipe.q_prescale else scale * LOG2E)
     output = value.new_empty(shape)  # value's dtype is the caller's: rotated queries are float32
-    return Prepared(tiling, quantized, recipe, output, head_dim, key.shape[-2], tokens, 0 if packed else (shape[-2] - 1) * tokens,
-                    factor, lse_shape)
+    return Prepared(tiling, quantized, recipe, output, head_dim, key.shape[-2], head_stride, document_extra, factor,
+                    lse_shape)
 
 
 def _pair(value: float) -> int:

@@ -21,6 +21,7 @@ from lowbit_attn.kernels.hopper.forward import (
     entry_of,
     operand,
     promote,
+    scale_of,
     scale_parts,
     with_master,
 )
@@ -241,7 +242,8 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         tile_exponents = exponents + kv_tile * 4
         # A token block is 32 rows, and the rows r and r + 8 that a thread holds lie in one.
         first_row = warp[:, None] * 16 + eighth[None, :]
-        row_scale = scale_of(gl.load(q_scales + side + first_row, mask=first_row < rows, other=127)) * factor
+        code = gl.load(q_scales + side + first_row, mask=first_row < rows, other=127).to(gl.int32)
+        row_scale = scale_of(code, 0x7FC00000) * factor
         last = gl.minimum(rows, ROWS) - 1 + diagonal
         mine = (gl.minimum(gl.maximum(gl.minimum(k_valid, last + 1), 1), KEYS * tiles) + KEYS - 1) // KEYS
         mine = uniform(gl.where(rows > 0, mine, 1))
@@ -340,14 +342,6 @@ def consume(out, lse, q_scales, records, exponents, quiet, work, count, master, 
         gl.store(lse + side + local, value, mask=local < rows)
     if WARPGROUPS > 1 and WARPGROUP == 0:
         inline.take_turn(0)
-
-
-@gluon.jit
-def scale_of(code):
-    """Powers of two of E8M0 codes. Code 0 is 2^-127, a subnormal; 255 marks NaN, which the operand's codes and records carry."""
-    word = code.to(gl.int32)
-    bits = gl.where(word == 0, 1 << 22, gl.where(word == 255, 0x7FC00000, word << 23))
-    return bits.to(gl.float32, bitcast=True)
 
 
 @gluon.jit

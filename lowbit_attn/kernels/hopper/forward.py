@@ -170,11 +170,19 @@ def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, row_sum, ref
 
 
 @gluon.jit
+def scale_of(code, BROKEN: gl.constexpr):
+    """2^(code - 127) of E8M0 codes; code 0 is a subnormal, and 255 marks NaN: the float whose bits are BROKEN."""
+    bits = gl.where(code == 0, 1 << 22, gl.where(code == 255, BROKEN, code << 23))
+    return bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def pack(p, OPERAND: gl.constexpr):
-    """P as E4M3 codes, four a word: int32 [64, 32]. Keys (j, c, e) of each 16 come in the order (c, j, e), a renaming of
-    registers. Words, because an FP8 tensor carried around the loop would take a register per byte."""
-    ordered = p.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, KEYS])
-    pairs = gl.convert_layout(ordered, OPERAND).reshape([ROWS, KEYS // 4, 2, 2])
+    """P [64, columns] as E4M3 codes, four a word: int32 [64, columns / 4]. Columns (j, c, e) of each 16 come in the order
+    (c, j, e), a renaming of registers. Words, because an FP8 tensor carried around the loop would take a register per byte."""
+    COLUMNS: gl.constexpr = p.shape[1]
+    ordered = p.reshape([ROWS, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLUMNS])
+    pairs = gl.convert_layout(ordered, OPERAND).reshape([ROWS, COLUMNS // 4, 2, 2])
     even, odd = gl.split(pairs)
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
@@ -183,10 +191,11 @@ def pack(p, OPERAND: gl.constexpr):
 
 @gluon.jit
 def operand(words, OPERAND: gl.constexpr):
-    """The packed words as wgmma's A operand, E4M3 [64, 128]."""
-    CODES: gl.constexpr = gl.zeros([ROWS, KEYS], gl.int32, OPERAND).reshape([ROWS, KEYS // 4, 4]).type.layout
+    """The packed words as wgmma's A operand, E4M3 [64, columns]."""
+    COLUMNS: gl.constexpr = 4 * words.shape[1]
+    CODES: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.int32, OPERAND).reshape([ROWS, COLUMNS // 4, 4]).type.layout
     repeated = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, CODES)), 2)
-    repeated = repeated.broadcast_to([ROWS, KEYS // 4, 4]).reshape([ROWS, KEYS])
+    repeated = repeated.broadcast_to([ROWS, COLUMNS // 4, 4]).reshape([ROWS, COLUMNS])
     return unpack_e4m3(gl.convert_layout(repeated, OPERAND))
 
 
@@ -337,9 +346,7 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         tile_records = records + kv_tile * 16
         tile_exponents = exponents + kv_tile * 4
         code = gl.load(q_scales + side + local, mask=local < rows, other=127).to(gl.int32)
-        # Code 0 is 2^-127, a subnormal; 255 marks NaN, which the codes carry.
-        bits = gl.where(code == 0, 1 << 22, gl.where(code == 255, 127 << 23, code << 23))
-        row_scale = bits.to(gl.float32, bitcast=True) * factor
+        row_scale = scale_of(code, 127 << 23) * factor  # the codes themselves carry NaN
         limit = gl.minimum(local + diagonal, k_valid - 1)
         last = gl.minimum(rows, ROWS) - 1 + diagonal
         mine = (gl.minimum(gl.maximum(gl.minimum(k_valid, last + 1), 1), KEYS * tiles) + KEYS - 1) // KEYS

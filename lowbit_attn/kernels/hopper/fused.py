@@ -28,6 +28,7 @@ from lowbit_attn.kernels.hopper.forward import (
     operand,
     promote,
     rescale,
+    scale_of,
     store_rows,
     with_master,
 )
@@ -144,9 +145,7 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
         kv_head = head // groups
         k_scales = k_group + (kv_head.to(gl.int64) * max_tiles + k_tile) * 4
         code = gl.load(q_scales + side + local, mask=local < rows, other=127).to(gl.int32)
-        # Code 0 is 2^-127, a subnormal; 255 marks a broken token.
-        bits = gl.where(code == 0, 1 << 22, gl.where(code == 255, 0x7FC00000, code << 23))
-        row_scale = bits.to(gl.float32, bitcast=True) * factor
+        row_scale = scale_of(code, 0x7FC00000) * factor
         limit = k_valid - 1
         slope = row_scale[:, None] * gl.load(k_scales + gl.arange(0, 4, gl.SliceLayout(0, LANES)))[None, :]
         mbarrier.wait(q_full, turn & 1)

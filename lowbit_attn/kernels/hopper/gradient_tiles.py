@@ -6,11 +6,10 @@ blocks of 32 that share a scale. Rows never mix, so each row has a reference exp
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lowbit_attn.kernels.hopper.forward import by_row, by_thread, rescale
-from lowbit_attn.kernels.hopper.inline import from_lane, pack_e4m3, unpack_e4m3
-
-ROWS = gl.constexpr(64)
+from lowbit_attn.kernels.hopper.forward import ROWS, by_row, by_thread, rescale, scale_of
+from lowbit_attn.kernels.hopper.inline import from_lane
 
 TOP = gl.constexpr(448.0)
 """The largest E4M3 value."""
@@ -35,6 +34,37 @@ def sum_layout(width):
 def operand_layout(head_dim):
     """Layout of the E4M3 operand of a product into an accumulator [64, head_dim]."""
     return gl.DotOperandLayout(0, sum_layout(head_dim), 4)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """Full and empty of what stays (K and V, or Q and dO), then of the ring of tiles: rows full, transposed columns full, empty.
+    One loader fills, two consumers empty."""
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    stays_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    stays_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    rows_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    columns_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    mbarrier.init(stays_full, count=1)
+    mbarrier.init(stays_empty, count=2)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(rows_full.index(stage), count=1)
+        mbarrier.init(columns_full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    return stays_full, stays_empty, rows_full, columns_full, empty
+
+
+@gluon.jit
+def skip(first, stop, step, rows_full, columns_full, empty, STAGES: gl.constexpr):
+    """Tiles first .. stop that only the other warpgroup needs; the step after them."""
+    for _ in range(first, stop):
+        stage = step % STAGES
+        mbarrier.wait(rows_full.index(stage), (step // STAGES) & 1)
+        mbarrier.wait(columns_full.index(stage), (step // STAGES) & 1)
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    return step
 
 
 @gluon.jit
@@ -74,29 +104,6 @@ def column_vector(memory, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def packed(x, D: gl.constexpr):
-    """E4M3 codes, four a word: int32 [64, columns / 4]; columns (j, c, e) of each 16 come in the order (c, j, e)."""
-    COLUMNS: gl.constexpr = x.shape[1]
-    ordered = x.reshape([ROWS, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLUMNS])
-    pairs = gl.convert_layout(ordered, operand_layout(D)).reshape([ROWS, COLUMNS // 4, 2, 2])
-    even, odd = gl.split(pairs)
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return pack_e4m3(first, second, third, fourth)
-
-
-@gluon.jit
-def operand(words, D: gl.constexpr):
-    """The words of `packed` as wgmma's A operand, E4M3 [64, columns]."""
-    COLUMNS: gl.constexpr = 4 * words.shape[1]
-    OPERAND: gl.constexpr = operand_layout(D)
-    CODES: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.int32, OPERAND).reshape([ROWS, COLUMNS // 4, 4]).type.layout
-    repeated = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, CODES)), 2)
-    repeated = repeated.broadcast_to([ROWS, COLUMNS // 4, 4]).reshape([ROWS, COLUMNS])
-    return unpack_e4m3(gl.convert_layout(repeated, OPERAND))
-
-
-@gluon.jit
 def raised(ds, sums, reference, lift):
     """dS, its sums so far and the rows' reference exponents, brought down where a row of dS exceeds E4M3. The sums are also
     multiplied by `lift`, one number for all rows."""
@@ -110,8 +117,7 @@ def raised(ds, sums, reference, lift):
 @gluon.jit
 def power(code):
     """2^(code - 127) of E8M0 codes; 255 marks NaN, which the codes carry: 1."""
-    bits = gl.where(code == 0, 1 << 22, gl.where(code == 255, 127 << 23, code << 23))
-    return bits.to(gl.float32, bitcast=True)
+    return scale_of(code, 127 << 23)
 
 
 @gluon.jit

@@ -18,23 +18,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lowbit_attn.kernels.hopper.compat import tma_load
-from lowbit_attn.kernels.hopper.forward import entry_of
+from lowbit_attn.kernels.hopper.forward import ROWS, entry_of, operand, pack
 from lowbit_attn.kernels.hopper.gradient_tiles import (
     LOWEST,
-    ROWS,
     SLACK,
+    barriers,
     blocked,
     column_vector,
     exponent_of,
     flat,
-    operand,
+    operand_layout,
     over_blocks,
     over_rows,
-    packed,
     power,
     promote,
     raised,
     rotated,
+    skip,
     start_of,
     store_rows,
     sum_layout,
@@ -90,6 +90,7 @@ def advance(i, step, k, v, q_smem, do_smem, q_t_smem, do_t_smem, vectors, rows_f
     """P, dV and dS of query tile i, and beside them dK of the tile before, whose dS is `words`. Row r sees columns
     first_query + r .. last_query; `lift` undoes a rise of dO's reference."""
     TILE: gl.constexpr = sum_layout(COLUMNS)
+    OPERAND: gl.constexpr = operand_layout(D)
     stage = step % STAGES
     phase = (step // STAGES) & 1
     before = gl.maximum(step - 1, 0) % STAGES
@@ -101,7 +102,7 @@ def advance(i, step, k, v, q_smem, do_smem, q_t_smem, do_t_smem, vectors, rows_f
     dp = warpgroup_mma(v, do_smem.index(stage).permute((1, 0)), gl.zeros([ROWS, COLUMNS], gl.float32, TILE), use_acc=False,
                        is_async=True)
     # The first tile has none before it: zeros times whatever is there, which the second tile overwrites.
-    dk = warpgroup_mma(operand(words, D), q_t_smem.index(before).permute((1, 0)), dk, use_acc=i > 1, is_async=True)
+    dk = warpgroup_mma(operand(words, OPERAND), q_t_smem.index(before).permute((1, 0)), dk, use_acc=i > 1, is_async=True)
     scores, dp, dk = warpgroup_mma_wait(2, deps=(scores, dp, dk))
     vector = vectors.index(stage)
     s = blocked(scores)
@@ -113,9 +114,9 @@ def advance(i, step, k, v, q_smem, do_smem, q_t_smem, do_t_smem, vectors, rows_f
     query = gl.arange(0, COLUMNS, gl.SliceLayout(0, TILE))
     if masked:
         p = gl.where((query[None, :] >= key[:, None] + first_query) & (query < last_query)[None, :], p, 0.0)
-    codes = packed(p, D)
+    codes = pack(p, OPERAND)
     mbarrier.wait(columns_full.index(stage), phase)
-    dv = warpgroup_mma(operand(codes, D), do_t_smem.index(stage).permute((1, 0)), dv, is_async=True)
+    dv = warpgroup_mma(operand(codes, OPERAND), do_t_smem.index(stage).permute((1, 0)), dv, is_async=True)
     dp, dk, dv = warpgroup_mma_wait(1, deps=(dp, dk, dv))
     mbarrier.arrive(empty.index(before), count=1, pred=i > 0)
     inverse = gl.convert_layout(gl.exp2(-reference), gl.SliceLayout(1, BY_BLOCK))
@@ -127,7 +128,7 @@ def advance(i, step, k, v, q_smem, do_smem, q_t_smem, do_t_smem, vectors, rows_f
         ds = gl.where((query[None, :] >= key[:, None] + first_query) & (query < last_query)[None, :], ds, 0.0)
     ds, dk, reference = raised(ds, dk, reference, lift)
     dv = warpgroup_mma_wait(0, deps=(dv,))
-    return packed(ds, D), reference, dk, dv
+    return pack(ds, OPERAND), reference, dk, dv
 
 
 @gluon.jit
@@ -139,6 +140,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
     ROW: gl.constexpr = gl.SliceLayout(1, sum_layout(COLUMNS))
     SUM: gl.constexpr = sum_layout(D)
     TILE: gl.constexpr = sum_layout(COLUMNS)
+    OPERAND: gl.constexpr = operand_layout(D)
     key = gl.arange(0, ROWS, ROW)
     dk_master = masters + (gl.program_id(0) * 4 + WARPGROUP * 2) * (ROWS * D)
     dv_master = dk_master + ROWS * D
@@ -179,7 +181,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
         promoted_v = base
         promoted_k = reference + base
         mbarrier.wait(kv_full, turn & 1)
-        words = packed(gl.zeros([ROWS, COLUMNS], gl.float32, TILE), D)
+        words = pack(gl.zeros([ROWS, COLUMNS], gl.float32, TILE), OPERAND)
         lift = 1.0
         tile = last
         left = groups  # heads whose turn it is for this tile
@@ -208,15 +210,10 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
             step += 1
         before = gl.maximum(step - 1, 0) % STAGES
         if mine > 0:
-            dk = warpgroup_mma(operand(words, D), q_t_smem.index(before).permute((1, 0)), dk, use_acc=mine > 1, is_async=True)
+            dk = warpgroup_mma(operand(words, OPERAND), q_t_smem.index(before).permute((1, 0)), dk, use_acc=mine > 1, is_async=True)
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(empty.index(before), count=1)
-        for _ in range(mine, tiles * groups):
-            stage = step % STAGES
-            mbarrier.wait(rows_full.index(stage), (step // STAGES) & 1)
-            mbarrier.wait(columns_full.index(stage), (step // STAGES) & 1)
-            mbarrier.arrive(empty.index(stage), count=1)
-            step += 1
+        step = skip(mine, tiles * groups, step, rows_full, columns_full, empty, STAGES)
         mbarrier.arrive(kv_empty, count=1)
         turn += 1
         # Loaded again: registers that hold these through the loop would be spilled.
@@ -244,7 +241,6 @@ def key_gradients(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_d
                   ROTATE: gl.constexpr, P_LOG2: gl.constexpr,
                   REGISTERS: gl.constexpr):
     """The kernel: two consumers of 64 keys and a loader warp."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [2] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [2] + v_desc.block_type.shape, v_desc.layout)
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
@@ -253,17 +249,7 @@ def key_gradients(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_d
     do_t_smem = gl.allocate_shared_memory(do_t_desc.dtype, [STAGES] + do_t_desc.block_type.shape, do_t_desc.layout)
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES] + vector_desc.block_type.shape, vector_desc.layout)
     staging = gl.allocate_shared_memory(gl.float32, [2, ROWS, D], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
-    kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    rows_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    columns_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(kv_full, count=1)
-    mbarrier.init(kv_empty, count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(rows_full.index(stage), count=1)
-        mbarrier.init(columns_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    kv_full, kv_empty, rows_full, columns_full, empty = barriers(STAGES)
     fence_async_shared()
     gl.warp_specialize([
         (consume, (grad_key, grad_value, k_scales, v_scales, vector_table, references, lifts, work, count, masters,

@@ -30,8 +30,8 @@ from lowbit_attn.kernels.hopper.quantize_tile import (
     power,
     quantize,
     start_copy,
+    store_codes,
     store_group,
-    store_saved,
     store_transposed,
     thread_sum,
 )
@@ -103,8 +103,7 @@ def gradient_kernel(grad, output, grad_lse, q_codes, k_codes, do_codes, do_t, do
             store_group(do_group, gl.where(code == 255, float("nan"), (code - 127).to(gl.float32)), head, tile, q_count, lane, 32,
                         True)
             store_transposed(do_t, words, head, tile, q_count, 0, D)
-            store_saved(do_codes, do_codes, words, words, code, lane, document, token.to(gl.int64), head, heads, 0, 0, rows, D,
-                        False)
+            store_codes(do_codes, words, token.to(gl.int64), head, heads, rows, 0, D)
     elif program < 2 * q_programs:
         _transpose(q_codes, q_t, q_tiles, documents, (program - q_programs) // heads, (program - q_programs) % heads, heads,
                    q_count, 0, D)

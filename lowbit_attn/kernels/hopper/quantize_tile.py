@@ -384,11 +384,10 @@ def quantize(x, document, first, head, strides, valid, top_exponent, top_fractio
 
 @gluon.jit
 def store_saved(codes, scales, words, words2, code, row, document, token, head, heads, scale_document, scale_head, stored,
-                D: gl.constexpr, SCALES: gl.constexpr = True):
-    """Codes, and unless told otherwise scale codes, of `stored` tokens from row `token` of [tokens, heads, D] on."""
+                D: gl.constexpr):
+    """Codes and scale codes of `stored` tokens from row `token` of [tokens, heads, D] on."""
     SIZE: gl.constexpr = part(D)
     store_codes(codes, words, token, head, heads, stored, 0, D)
     if SIZE < D:
         store_codes(codes, words2, token, head, heads, stored, SIZE, D)
-    if SCALES:
-        gl.store(scales + (head * scale_head + document * scale_document + token + row), code.to(gl.uint8), mask=row < stored)
+    gl.store(scales + (head * scale_head + document * scale_document + token + row), code.to(gl.uint8), mask=row < stored)

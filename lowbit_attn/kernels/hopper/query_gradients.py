@@ -15,21 +15,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lowbit_attn.kernels.hopper.compat import reinterpreted, tma_load
-from lowbit_attn.kernels.hopper.forward import by_thread, entry_of, promote, with_master
+from lowbit_attn.kernels.hopper.forward import ROWS, by_thread, entry_of, operand, pack, promote, with_master
 from lowbit_attn.kernels.hopper.gradient_tiles import (
     LOWEST,
-    ROWS,
     SLACK,
+    barriers,
     blocked,
     exponent_of,
     flat,
     magnitude,
-    operand,
+    operand_layout,
     over_blocks,
-    packed,
     power,
     raised,
     rotated,
+    skip,
     start_of,
     store_rows,
     sum_layout,
@@ -90,6 +90,7 @@ def advance(i, step, q, do, k_smem, v_smem, k_t_smem, rows_full, columns_full, e
             delta, limit, masked, reference, dq, D: gl.constexpr, STAGES: gl.constexpr, BY_BLOCK: gl.constexpr):
     """One key tile, of which row r sees keys 0 .. limit[r]."""
     TILE: gl.constexpr = sum_layout(COLUMNS)
+    OPERAND: gl.constexpr = operand_layout(D)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, BY_BLOCK)
     stage = step % STAGES
     phase = (step // STAGES) & 1
@@ -112,9 +113,9 @@ def advance(i, step, q, do, k_smem, v_smem, k_t_smem, rows_full, columns_full, e
         key = gl.arange(0, COLUMNS, gl.SliceLayout(0, TILE)) + i * COLUMNS
         ds = gl.where(key[None, :] <= limit[:, None], ds, 0.0)
     ds, dq, reference = raised(ds, dq, reference, 1.0)
-    codes = packed(ds, D)
+    codes = pack(ds, OPERAND)
     mbarrier.wait(columns_full.index(stage), phase)
-    dq = warpgroup_mma(operand(codes, D), k_t_smem.index(stage).permute((1, 0)), dq, is_async=True)
+    dq = warpgroup_mma(operand(codes, OPERAND), k_t_smem.index(stage).permute((1, 0)), dq, is_async=True)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     mbarrier.arrive(empty.index(stage), count=1)
     return reference, dq
@@ -191,12 +192,7 @@ def consume(grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, d
                 promoted = reference
                 dq = gl.zeros([ROWS, D], gl.float32, SUM)
             step += 1
-        for _ in range(mine, tiles):  # tiles that only the other warpgroup sees
-            stage = step % STAGES
-            mbarrier.wait(rows_full.index(stage), (step // STAGES) & 1)
-            mbarrier.wait(columns_full.index(stage), (step // STAGES) & 1)
-            mbarrier.arrive(empty.index(stage), count=1)
-            step += 1
+        step = skip(mine, tiles, step, rows_full, columns_full, empty, STAGES)
         mbarrier.arrive(q_empty, count=1)
         turn += 1
         total = with_master(dq, master, promoted - reference, D)
@@ -213,24 +209,13 @@ def query_gradients(q_desc, do_desc, k_desc, v_desc, k_t_desc, grad_query, q_sca
                     factor, scale, GROUP, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, ROTATE: gl.constexpr,
                     REGISTERS: gl.constexpr):
     """The kernel: two consumers of 64 queries and a loader warp."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [2] + q_desc.block_type.shape, q_desc.layout)
     do_smem = gl.allocate_shared_memory(do_desc.dtype, [2] + do_desc.block_type.shape, do_desc.layout)
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     k_t_smem = gl.allocate_shared_memory(k_t_desc.dtype, [STAGES] + k_t_desc.block_type.shape, k_t_desc.layout)
     master = gl.allocate_shared_memory(gl.float32, [2, D // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    rows_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    columns_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(rows_full.index(stage), count=1)
-        mbarrier.init(columns_full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
+    q_full, q_empty, rows_full, columns_full, empty = barriers(STAGES)
     fence_async_shared()
     gl.warp_specialize([
         (consume, (grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, documents, work, count, master.index(0),

@@ -4,7 +4,6 @@ Dense inputs are [B, S, H, D], packed ones [T, H, D], any strides. Nothing here 
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +16,7 @@ from lowbit_attn.kernels.portable.numbers import element_constants, rule_constan
 from lowbit_attn.kernels.portable.quantize import Quantized, Work, quantize
 from lowbit_attn.kernels.portable.support import refusal
 from lowbit_attn.kernels.portable.targets import TARGETS, Target, kernel_head_dim
-from lowbit_attn.kernels.tiling import Tiling, dense_tiling, packed_tiling
+from lowbit_attn.kernels.tiling import Tiling, lse_layout, on_device, tiling_of
 from lowbit_attn.recipes import Recipe
 
 LOG2E = math.log2(math.e)
@@ -53,28 +52,6 @@ def target_of(device: torch.device) -> Target:
     raise ValueError(f"device: got {device}; accepted: a GPU of {', '.join(TARGETS)}")
 
 
-def entered(like: Tensor) -> AbstractContextManager[Any]:
-    """The device of a tensor as the current one; the interpreter's CPU has none to enter."""
-    return torch.cuda.device(like.device) if like.is_cuda else nullcontext()
-
-
-def tiled(query: Tensor, keys: int, rows: int, *, is_causal: bool, bottom_right: bool, key_lengths: Tensor | None,
-          cu_seq: tuple[Tensor, Tensor] | None) -> Tiling:
-    """Tiling of one call's documents into blocks of `rows` queries."""
-    if cu_seq is not None:
-        return packed_tiling(query, keys, *cu_seq, align="bottom_right" if is_causal else "none", block_rows=rows)
-    align = ("bottom_right" if bottom_right else "top_left") if is_causal else "none"
-    return dense_tiling(query, keys, align=align, key_lengths=key_lengths, block_rows=rows)
-
-
-def lse_layout(query: Tensor, packed: bool) -> tuple[tuple[int, ...], int, int]:
-    """Shape of the lse, and its strides of a head and (beside the tokens') of a document."""
-    if packed:
-        return (query.shape[1], query.shape[0]), query.shape[0], 0
-    batch, tokens, heads, _ = query.shape
-    return (batch, heads, tokens), tokens, (heads - 1) * tokens
-
-
 def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, target: Target | None = None, scale: float | None = None,
             is_causal: bool = False, bottom_right: bool = False, key_lengths: Tensor | None = None,
             cu_seq: tuple[Tensor, Tensor] | None = None, save: bool = False) -> Prepared:
@@ -90,9 +67,9 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, target
     prescale = scale * LOG2E if recipe.q_prescale else 1.0
     save, rotated = save and recipe.saves_codes, recipe.rotates(head_dim)
     k_top = recipe.k_top * (1.0 if head_dim <= 128 else 0.5)
-    with entered(query):
-        tiling = tiled(query, key.shape[-3], rows, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths,
-                       cu_seq=cu_seq)
+    with on_device(query):
+        tiling = tiling_of(query, key.shape[-3], rows, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths,
+                           cu_seq=cu_seq)
         q = quantize(query, tiling, Work(recipe.qk, 0, rotate=rotated, prescale=prescale, top=recipe.q_top, native=native,
                                          save=save), packed=packed)
         k = quantize(key, tiling, Work(recipe.qk, 2, rotate=rotated, top=k_top, native=native, save=save), packed=packed)
@@ -129,7 +106,7 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
     unused = tiling.count
     operands = [unused if y is None else y for x in (prepared.query, prepared.key, prepared.value)
                 for y in (x.values, x.scales, x.side)]
-    with entered(query):
+    with on_device(query):
         forward.attention[(heads, tiling.work.shape[0])](
             *operands, output, lse, tiling.documents, tiling.work, tiling.count, heads, heads // prepared.kv_heads,
             tiling.q_tiles.numel(), tiling.k_tiles.numel(), prepared.head_stride, prepared.document_extra, prepared.factor, 0.0,

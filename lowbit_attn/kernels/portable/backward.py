@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from lowbit_attn.kernels.portable import gradients
-from lowbit_attn.kernels.portable.attention import LOG2E, entered, lse_layout, target_of, tiled
+from lowbit_attn.kernels.portable.attention import LOG2E, target_of
 from lowbit_attn.kernels.portable.quantize import Work, quantize
 from lowbit_attn.kernels.portable.support import backward_refusal
 from lowbit_attn.kernels.portable.targets import Target, kernel_head_dim
-from lowbit_attn.kernels.tiling import TILE, Tiling
+from lowbit_attn.kernels.tiling import TILE, Tiling, lse_layout, on_device, tiling_of
 from lowbit_attn.recipes import Recipe
 
 
@@ -65,9 +65,9 @@ def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: 
     config = target.backward(dim)
     scale = head_dim**-0.5 if scale is None else scale
     _, head_stride, document_extra = lse_layout(output, packed)
-    with entered(grad_output):
-        tiling = tiled(output, grad_key.shape[-3], config.rows, is_causal=is_causal, bottom_right=bottom_right,
-                       key_lengths=key_lengths, cu_seq=cu_seq)
+    with on_device(grad_output):
+        tiling = tiling_of(output, grad_key.shape[-3], config.rows, is_causal=is_causal, bottom_right=bottom_right,
+                           key_lengths=key_lengths, cu_seq=cu_seq)
         q_tiles, k_tiles = tiling.q_tiles.numel(), tiling.k_tiles.numel()
         q, k, v, grad_q, grad_k = _operands(saved, recipe, tiling, packed)
         do = quantize(grad_output, tiling, Work(recipe.do, 0), packed=packed).values
