@@ -10,7 +10,7 @@ from lowbit_attn.reference import Saved
 def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale: float | None, save: bool,
             key_lengths: Tensor | None = None, cu_seq: tuple[Tensor, Tensor] | None = None,
             longest: tuple[int, int] | None = None) -> tuple[Tensor, ...]:
-    """Output, lse and the six tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq` and `longest`, packed [T, H, D]."""
+    """Output, lse and the seven tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq` and `longest`, packed [T, H, D]."""
     from lowbit_attn.kernels.cdna4 import forward as kernels
     from lowbit_attn.kernels.cdna4 import loader
 

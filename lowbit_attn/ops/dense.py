@@ -17,7 +17,7 @@ from lowbit_attn.ops.saved import empty_saved, flatten_saved, unflatten_saved
 from lowbit_attn.recipes import Recipe, resolve
 from lowbit_attn.reference import Visibility, backward, forward
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def require_trainable(recipe: Recipe) -> None:
@@ -53,7 +53,7 @@ def attention_forward(query: Tensor, key: Tensor, value: Tensor, key_lengths: Te
                       seed: Tensor | None = None) -> Outputs:
     """Attention of query [B, Sq, Hq, D] over key, value [B, Sk, Hkv, D]; any strides.
 
-    Returns output (query's shape and dtype, contiguous), lse [B, Hq, Sq] float32, and the six tensors of `ops.saved`
+    Returns output (query's shape and dtype, contiguous), lse [B, Hq, Sq] float32, and the seven tensors of `ops.saved`
     (empty unless `save`). `recipe` is canonical text, `backend` a concrete name, `seed` an int64 scalar for the stochastic
     rounding of the backward (recipes with ds_stochastic).
     """
@@ -88,17 +88,17 @@ def _(query: Tensor, key: Tensor, value: Tensor, key_lengths: Tensor | None, rec
 
 @torch.library.custom_op("lowbit_attn::attention_backward", mutates_args=())
 def attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, q_codes: Tensor,
-                       q_scales: Tensor, k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor,
+                       q_scales: Tensor, k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, row_top: Tensor,
                        key_lengths: Tensor | None, recipe: str, is_causal: bool, bottom_right: bool, scale: float | None,
                        deterministic: bool, backend: str,
                        seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, [B, S, H, D] in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
-    tensors = [q_codes, q_scales, k_codes, k_scales, v_codes, v_scales]
+    tensors = [q_codes, q_scales, k_codes, k_scales, v_codes, v_scales, row_top]
     if (chosen := backward_backend(parsed, backend, q_codes.shape[-1], q_codes.device)) != "reference":
         kernels = {"hopper": hopper.backward, "triton": portable.backward}[chosen]
         return kernels(grad_output, grad_lse, output, lse, tensors, parsed, scale=scale, is_causal=is_causal,
-                       bottom_right=bottom_right, key_lengths=key_lengths)
+                       bottom_right=bottom_right, key_lengths=key_lengths, deterministic=deterministic)
     saved = unflatten_saved(tensors, parsed, packed=False)
     visibility = _visibility(output, k_codes.shape[1], key_lengths, is_causal, bottom_right)
     grads = backward(grad_output.transpose(1, 2), grad_lse, saved, output.transpose(1, 2), lse, parsed, visibility, scale=scale,
@@ -109,8 +109,8 @@ def attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Ten
 
 @attention_backward.register_fake
 def _(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, q_codes: Tensor, q_scales: Tensor,
-      k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, key_lengths: Tensor | None, recipe: str,
-      is_causal: bool, bottom_right: bool, scale: float | None, deterministic: bool,
+      k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, row_top: Tensor, key_lengths: Tensor | None,
+      recipe: str, is_causal: bool, bottom_right: bool, scale: float | None, deterministic: bool,
       backend: str, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(grad_output.new_empty(x.shape) for x in (q_codes, k_codes, v_codes))  # type: ignore[return-value]
 

@@ -18,14 +18,16 @@ def host(recipe: Recipe) -> Any:
 def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale: float | None, is_causal: bool, save: bool,
             bottom_right: bool = False, key_lengths: Tensor | None = None,
             cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
-    """Output, lse and the six tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq`, packed [T, H, D]."""
+    """Output, lse and the seven tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq`, packed [T, H, D]."""
     from lowbit_attn.kernels.hopper import attention
 
     kernels = host(recipe)
     prepared = kernels.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
                                key_lengths=key_lengths, cu_seq=cu_seq, save=save)
-    saved = attention.saved_for_backward(prepared) if save else empty_saved(query, key, value, recipe, False)
-    return (*kernels.run(prepared), *saved)
+    output, lse, *row_top = kernels.run(prepared)
+    if not save:
+        return (output, lse, *empty_saved(query, key, value, recipe, False))
+    return (output, lse, *attention.saved_for_backward(prepared), *row_top)
 
 
 def backward_refusal(recipe: Recipe, head_dim: int) -> str | None:
@@ -37,9 +39,9 @@ def backward_refusal(recipe: Recipe, head_dim: int) -> str | None:
 
 def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: list[Tensor], recipe: Recipe, *,
              scale: float | None, is_causal: bool, bottom_right: bool = False, key_lengths: Tensor | None = None,
-             cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value from dO, output, lse and the six tensors of `ops.saved`."""
+             cu_seq: tuple[Tensor, Tensor] | None = None, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value from dO, output, lse and the seven tensors of `ops.saved`."""
     from lowbit_attn.kernels.hopper import backward
 
     return backward.backward(grad_output, grad_lse, output, lse, backward.Saved(*saved), recipe, scale=scale, is_causal=is_causal,
-                             bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
+                             bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq, deterministic=deterministic)

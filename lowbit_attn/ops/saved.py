@@ -1,8 +1,10 @@
 """The tensors that a forward operator returns for its backward, in one layout for every backend.
 
-Six tensors follow output and lse: for each of query, key and value its codes (uint8, the operand's own shape) and one
-scale code per token and head ([B, H, S] or [H, T], uint8). Recipes that do not save codes (`Recipe.saves_codes`) return
-copies of the inputs instead, with empty scales. Without a backward to come all six are empty.
+Seven tensors follow output and lse: for each of query, key and value its codes (uint8, the operand's own shape) and one
+scale code per token and head ([B, H, S] or [H, T], uint8); then `row_top` (uint8, as the query's scales), the E8M0 code of a
+bound on each query's largest probability, from which a backward knows how large a row of dS can be. Backends whose backward
+does not read it return the code of 1. Recipes that do not save codes (`Recipe.saves_codes`) return copies of the inputs
+instead, with empty scales and row_top. Without a backward to come all seven are empty.
 """
 
 import torch
@@ -24,17 +26,19 @@ def empty_saved(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, save:
     for x in (query, key, value):
         tensors.append(x.new_empty(x.shape if save else (0,), dtype=torch.uint8 if recipe.saves_codes else x.dtype))
         tensors.append(x.new_empty(scale_shape(x) if save and recipe.saves_codes else (0,), dtype=torch.uint8))
+    tensors.append(torch.empty_like(tensors[1]))
     return tensors
 
 
 def flatten_saved(saved: Saved, packed: bool) -> list[Tensor]:
-    """The reference's Saved as six fresh contiguous tensors; dense ones turn from [B, H, S, D] to [B, S, H, D]."""
+    """The reference's Saved as seven fresh contiguous tensors; dense ones turn from [B, H, S, D] to [B, S, H, D]."""
     tensors = []
     for x in (saved.query, saved.key, saved.value):
         values = x.codes if isinstance(x, Coded) else x
         values = values if packed else values.transpose(1, 2)
         tensors.append(values.clone(memory_format=torch.contiguous_format))
         tensors.append(x.scales.contiguous() if isinstance(x, Coded) else values.new_empty(0, dtype=torch.uint8))
+    tensors.append(torch.empty_like(tensors[1]) if saved.row_top is None else saved.row_top.contiguous())
     return tensors
 
 

@@ -33,7 +33,7 @@ def varlen_attention_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_q
     """Attention inside each document of packed query [Tq, Hq, D], key and value [Tk, Hkv, D]; any strides.
 
     Document n holds rows cu_seq[n]:cu_seq[n+1] (int32). Causal masks align bottom-right per document. Returns output
-    (query's shape and dtype), lse [Hq, Tq] float32 and the six tensors of `ops.saved`; rows of no document are zero. `seed`
+    (query's shape and dtype), lse [Hq, Tq] float32 and the seven tensors of `ops.saved`; rows of no document are zero. `seed`
     as in `attention_forward`.
     """
     parsed = resolve(recipe)
@@ -66,16 +66,16 @@ def _(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Ten
 @torch.library.custom_op("lowbit_attn::varlen_attention_backward", mutates_args=())
 def varlen_attention_backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, q_codes: Tensor,
                               q_scales: Tensor, k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor,
-                              cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, recipe: str, is_causal: bool,
-                              scale: float | None, deterministic: bool, backend: str,
+                              row_top: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, recipe: str,
+                              is_causal: bool, scale: float | None, deterministic: bool, backend: str,
                        seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of packed query, key and value in grad_output's dtype, from what the forward returned."""
     parsed = resolve(recipe)
-    tensors = [q_codes, q_scales, k_codes, k_scales, v_codes, v_scales]
+    tensors = [q_codes, q_scales, k_codes, k_scales, v_codes, v_scales, row_top]
     if (chosen := backward_backend(parsed, backend, q_codes.shape[-1], q_codes.device)) != "reference":
         kernels = {"hopper": hopper.backward, "triton": portable.backward}[chosen]
         return kernels(grad_output, grad_lse, output, lse, tensors, parsed, scale=scale, is_causal=is_causal,
-                       cu_seq=(cu_seq_q, cu_seq_k))
+                       cu_seq=(cu_seq_q, cu_seq_k), deterministic=deterministic)
     saved = unflatten_saved(tensors, parsed, packed=True)
     grads = varlen_backward(grad_output, grad_lse, saved, output, lse, cu_seq_q, cu_seq_k, parsed, is_causal=is_causal,
                             scale=scale, seed=seed)
@@ -85,8 +85,8 @@ def varlen_attention_backward(grad_output: Tensor, grad_lse: Tensor | None, outp
 
 @varlen_attention_backward.register_fake
 def _(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, q_codes: Tensor, q_scales: Tensor,
-      k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int,
-      max_k: int, recipe: str, is_causal: bool, scale: float | None, deterministic: bool,
+      k_codes: Tensor, k_scales: Tensor, v_codes: Tensor, v_scales: Tensor, row_top: Tensor, cu_seq_q: Tensor,
+      cu_seq_k: Tensor, max_q: int, max_k: int, recipe: str, is_causal: bool, scale: float | None, deterministic: bool,
       backend: str, seed: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(grad_output.new_empty(x.shape) for x in (q_codes, k_codes, v_codes))  # type: ignore[return-value]
 

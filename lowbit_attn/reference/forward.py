@@ -6,14 +6,14 @@ identity operands compute float64 inputs in float64, for the oracle tests; other
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowbit_attn.recipes import Recipe
 from lowbit_attn.reference.masks import Segment, Visibility, key_tiles, row_chunks
-from lowbit_attn.reference.operands import ForwardOperands, Saved, forward_operands, score_factor
+from lowbit_attn.reference.operands import Coded, ForwardOperands, Saved, forward_operands, score_factor
 from lowbit_attn.reference.softmax import RowState, ValueTile, score_unit
 from lowbit_attn.reference.stats import Stats
 
@@ -42,19 +42,23 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, visibilit
         key, value = (torch.where(valid, x, 0.0) for x in (key, value))
     counters = Stats() if stats else None
     operands = forward_operands(query, key, value, recipe, scale, save=save, stats=counters)
-    output, lse = _attend(operands, recipe, visibility, score_factor(recipe, scale) * score_unit(recipe), counters)
-    return Forward(output, lse, operands.saved, counters)
+    output, lse, row_top = _attend(operands, recipe, visibility, score_factor(recipe, scale) * score_unit(recipe), counters)
+    saved = operands.saved
+    if saved is not None and isinstance(saved.query, Coded):
+        saved = replace(saved, row_top=row_top)
+    return Forward(output, lse, saved, counters)
 
 
 def _attend(operands: ForwardOperands, recipe: Recipe, visibility: Visibility, factor: float,
-            stats: Stats | None) -> tuple[Tensor, Tensor]:
+            stats: Stats | None) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, queries, channels = operands.q.shape
     kv_heads, keys = operands.k.shape[1:3]
     groups = heads // max(1, kv_heads)
     output = operands.q.new_zeros((batch, kv_heads, groups, queries, channels))
     lse = operands.q.new_full((batch, kv_heads, groups, queries), -math.inf)
+    row_top = torch.zeros_like(lse, dtype=torch.uint8)
     if output.numel() == 0 or keys == 0:
-        return output.reshape(operands.q.shape), lse.reshape(batch, heads, queries)
+        return output.reshape(operands.q.shape), lse.reshape(batch, heads, queries), row_top.reshape(batch, heads, queries)
     scores = _Scores(operands, recipe, factor, groups)
     for rows in row_chunks(batch * heads, queries, recipe.key_tile):
         state = RowState(recipe, (batch, kv_heads, groups, len(rows)), channels, operands.q, stats)
@@ -65,8 +69,9 @@ def _attend(operands: ForwardOperands, recipe: Recipe, visibility: Visibility, f
                     x = x.masked_fill_(~segment.visible, -math.inf)
                 part = slice(segment.rows.start - rows.start, segment.rows.stop - rows.start)
                 state.update(x, _value_tile(operands, recipe, segment, tile), segment.visible, part)
-        output[..., rows.start:rows.stop, :], lse[..., rows.start:rows.stop] = state.finish()
-    return output.reshape(operands.q.shape), lse.reshape(batch, heads, queries)
+        part = slice(rows.start, rows.stop)
+        output[..., part, :], lse[..., part], row_top[..., part] = state.finish()
+    return tuple(x.reshape(batch, heads, queries, *x.shape[4:]) for x in (output, lse, row_top))  # type: ignore[return-value]
 
 
 def _value_tile(operands: ForwardOperands, recipe: Recipe, segment: Segment, tile: range) -> ValueTile:

@@ -77,11 +77,16 @@ def code_per_token(x: Tensor, operand: Operand, top: float | None = None) -> Cod
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward reads: codes of the working Q and K and of V where the recipe saves codes, else the inputs."""
+    """What the backward reads: codes of the working Q and K and of V where the recipe saves codes, else the inputs.
+
+    `row_top` [N, H, S] uint8, beside codes: the E8M0 code of a bound on each query's largest probability, at most twice that.
+    Kernels scale dS by it; the reference's backward takes dS's own largest values.
+    """
 
     query: Coded | Tensor
     key: Coded | Tensor
     value: Coded | Tensor
+    row_top: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class RowState:
         self.output = like.new_zeros((*shape, channels))
         self.reference = like.new_full(column, float(MIN_EXPONENT))
         self.sees_keys = like.new_zeros(column, dtype=torch.bool)
+        self.largest = like.new_full(column, -torch.inf)
 
     def update(self, scores: Tensor, tile: ValueTile, visible: Tensor | None, rows: slice) -> None:
         """Fold one tile into `rows` of the chunk; scores [N, H, G, R', T] are overwritten."""
@@ -64,6 +65,7 @@ class RowState:
         tile_maximum = scores.amax(-1, keepdim=True)
         if self.direct:
             tile_maximum = tile_maximum.half().to(scores.dtype)
+        self.largest[part] = torch.maximum(self.largest[part], tile_maximum)
         exceeded, new = self._raised(old, tile_maximum)
         if self.direct:
             new = exponential.direct_maximum(new, self.recipe.p_log2_scale)
@@ -187,8 +189,8 @@ class RowState:
             return exponential.mitchell(relative, self.recipe.exp_window).to(relative.dtype)
         return getattr(exponential, kind)(relative).to(relative.dtype)
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Output [N, H, G, R, D] and natural-log lse [N, H, G, R]; rows that saw no key give 0 and -inf.
+    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output [N, H, G, R, D], natural-log lse and `Saved.row_top` [N, H, G, R]; rows that saw no key give 0, -inf and 0.
 
         A row that saw keys and has no weight is NaN: its scores left the range of float32, or of the affine proxy.
         """
@@ -197,8 +199,11 @@ class RowState:
         if self.recipe.p.layout == "fixed":
             exponent = self.reference if self.recipe.v_exponent == "running" else 0.0
             output = output * _exp2(exponent - self.recipe.p_log2_scale)
-        lse = (self.maximum / self.unit + torch.log2(row_sum)) * math.log(2.0)
-        return output, torch.where(self.sees_keys, lse, -torch.inf)[..., 0]
+        log2_sum = self.maximum / self.unit + torch.log2(row_sum)
+        top = (self.largest / self.unit - log2_sum).ceil() + formats.scales.E8M0_BIAS
+        lse = torch.where(self.sees_keys, log2_sum * math.log(2.0), -torch.inf)
+        top = top.nan_to_num(formats.scales.E8M0_BIAS).clamp(0, formats.scales.E8M0_BIAS).to(torch.uint8)
+        return output, lse[..., 0], torch.where(self.sees_keys, top, 0)[..., 0]
 
 
 def _exp2(exponent: Tensor | float) -> Tensor | float:

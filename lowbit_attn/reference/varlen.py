@@ -91,7 +91,11 @@ def _pack_saved(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe,
             part, index = getattr(result.saved, name), group.index(name)
             target.codes[index] = part.codes.transpose(1, 2)
             target.scales[:, index] = part.scales.transpose(0, 1)
-    return Saved(**packed)
+    row_top = torch.zeros_like(packed["query"].scales)
+    for group, result in results:
+        if result.saved is not None and result.saved.row_top is not None:
+            row_top[:, group.query_index] = result.saved.row_top.transpose(0, 1)
+    return Saved(**packed, row_top=row_top)
 
 
 def _saved_of(saved: Saved, group: DocumentGroup) -> Saved:

@@ -51,11 +51,13 @@ class Call:
     causal: bool = True
     packed: bool = False
     backward: bool = False
+    deterministic: bool = False
 
     def __str__(self) -> str:
         mask, kind = "causal" if self.causal else "full", "packed" if self.packed else "dense"
         name = (self.recipe, str(self.head_dim), str(self.dtype).removeprefix("torch."), mask, kind)
-        return "-".join(("backward", *name) if self.backward else name)
+        direction = ("deterministic", "backward") if self.deterministic else ("backward",)
+        return "-".join((*direction, *name) if self.backward else name)
 
     def launch(self) -> None:
         """Everything that one forward, or one backward, launches."""
@@ -76,8 +78,8 @@ class Call:
             return
         codes = [torch.zeros(x.shape, dtype=torch.uint8) for x in (query, key, key)]
         scales = [torch.zeros((*x.shape[:-3], x.shape[-2], x.shape[-3]), dtype=torch.uint8) for x in (query, key, key)]
-        saved = backward.Saved(*(x for pair in zip(codes, scales, strict=True) for x in pair))
-        backward.backward(query, None, query, scales[0].float(), saved, recipe, **options)
+        saved = backward.Saved(*(x for pair in zip(codes, scales, strict=True) for x in pair), scales[0])
+        backward.backward(query, None, query, scales[0].float(), saved, recipe, deterministic=self.deterministic, **options)
 
 
 RECIPES = ("mxfp8", "mxfp8_fast")
@@ -91,8 +93,8 @@ def calls(everything: bool) -> Iterator[Call]:
     """A call per recipe and head_dim; everything: also the other dtypes, masks and layouts."""
     for recipe, head_dim in product(RECIPES, HEAD_DIMS):
         yield Call(recipe, head_dim)
-    for head_dim in (64, 128):
-        yield Call("mxfp8", head_dim, backward=True)
+    for head_dim, deterministic in product((64, 128), (False, True)):
+        yield Call("mxfp8", head_dim, backward=True, deterministic=deterministic)
     for recipe in ("fused_mxfp6", "mxattention"):
         yield Call(recipe, 128, causal=False)
     if everything:
@@ -103,8 +105,8 @@ def calls(everything: bool) -> Iterator[Call]:
             yield Call(recipe, head_dim, dtype)
         for recipe, causal, packed in product(RECIPES, (False, True), (False, True)):
             yield Call(recipe, 128, causal=causal, packed=packed)
-        for head_dim, dtype in product((96, 128), (torch.float16, torch.float32)):
-            yield Call("mxfp8", head_dim, dtype, packed=True, backward=True)
+        for head_dim, dtype, deterministic in product((96, 128), (torch.float16, torch.float32), (False, True)):
+            yield Call("mxfp8", head_dim, dtype, packed=True, backward=True, deterministic=deterministic)
 
 
 def caught(run: Callable[[], None], target: GPUTarget = TARGET) -> list[tuple[JITFunction, dict, dict, dict, dict]]:

@@ -117,12 +117,14 @@ def descriptor(codes: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(codes.view(torch.float8_e4m3fn), [rows, columns], layout)
 
 
-def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
-    """Output (query's shape and dtype, contiguous) and natural-log lse, float32 [B, Hq, Sq] or [Hq, T]."""
+def run(prepared: Prepared) -> tuple[Tensor, ...]:
+    """Output (query's shape and dtype, contiguous) and natural-log lse, float32 [B, Hq, Sq] or [Hq, T]; from recipes that train
+    also `row_top` of `ops.saved`, in lse's shape."""
     query, quantized, recipe = prepared.query, prepared.quantized, prepared.recipe
     lse = query.new_empty(prepared.lse_shape, dtype=torch.float32)
+    row_top = torch.empty_like(lse, dtype=torch.uint8)
     if query.numel() == 0 or prepared.keys == 0 or prepared.kv_heads == 0:
-        return query.new_zeros(query.shape), lse.fill_(-math.inf)
+        return query.new_zeros(query.shape), lse.fill_(-math.inf), row_top.zero_()
     dim = kernel_head_dim(prepared.head_dim)
     config = config_of(recipe, dim)
     output = query.new_empty(query.shape)
@@ -147,10 +149,11 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
                 THRESHOLD=recipe.max_threshold * DIRECT_UNIT, SHARED=SHARED_FOLD, **shared)
         else:
             forward.attention[(programs,)](
-                *descriptors, output, lse, quantized.q_scales, records.tiles, quantized.v_group, tiling.work, tiling.count,
+                *descriptors, output, lse, row_top, quantized.q_scales, records.tiles, quantized.v_group, tiling.work, tiling.count,
                 heads=sizes.heads, groups=sizes.groups, head_stride=sizes.head_stride, document_extra=sizes.document_extra,
                 max_tiles=sizes.max_tiles, factor=sizes.factor, GROUP=sizes.group, THRESHOLD=recipe.max_threshold, **shared)
-    return output if dim == prepared.head_dim else output[..., :prepared.head_dim].contiguous(), lse
+    output = output if dim == prepared.head_dim else output[..., :prepared.head_dim].contiguous()
+    return (output, lse) if records.weights is not None else (output, lse, row_top)
 
 
 def saved_for_backward(prepared: Prepared) -> tuple[Tensor, ...]:

@@ -1,11 +1,12 @@
 """Host side of the Hopper backward: dQ, dK and dV from what the forward saved. One path for dense and packed inputs.
 
-Two kernels, neither with atomics: every gradient is one program's sum in one order, so runs repeat bit for bit. Dense inputs are
-[B, S, H, D], packed ones [T, H, D]. Nothing here waits for the device.
+By default one kernel computes all three, and adds up dQ in global memory in no fixed order: dK and dV repeat bit for bit, dQ but for
+its last bits. `deterministic` takes two kernels, neither with atomics, where every gradient is one program's sum in one order.
+Dense inputs are [B, S, H, D], packed ones [T, H, D]. Nothing here waits for the device.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lowbit_attn.kernels.hopper import one_pass
 from lowbit_attn.kernels.hopper.attention import descriptor, head_group, processors
+from lowbit_attn.kernels.hopper.finish_query import finished_query
 from lowbit_attn.kernels.hopper.gradient_records import P_GRAD_LOG2, VECTOR, GradientRecords, gradient_records
 from lowbit_attn.kernels.hopper.key_gradients import key_gradients
-from lowbit_attn.kernels.hopper.quantize_gradient import Gradient, quantize_gradient
+from lowbit_attn.kernels.hopper.one_pass_records import OnePassRecords, one_pass_records
+from lowbit_attn.kernels.hopper.quantize_gradient import Gradient, quantize_gradient, transposed_queries
 from lowbit_attn.kernels.hopper.query_gradients import query_gradients
 from lowbit_attn.kernels.tiling import Tiling, lse_layout, tiling_of
 from lowbit_attn.recipes import Recipe
@@ -39,11 +43,13 @@ class Config:
 
 KEYS = {64: Config(4, 32, 240), 128: Config(3, 32, 240)}
 QUERIES = {64: Config(4, 16, 240), 128: Config(2, 16, 240)}
+ONE_PASS = {64: Config(4, 32, 224), 128: Config(3, 32, 224)}
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the forward saved (`ops.saved`): E4M3 codes as uint8 in the operands' shapes, E8M0 codes [B, H, S] or [H, T]."""
+    """What the forward saved (`ops.saved`): E4M3 codes as uint8 in the operands' shapes, E8M0 codes [B, H, S] or [H, T], the last
+    of which bound the queries' probabilities."""
 
     q_codes: Tensor
     q_scales: Tensor
@@ -51,6 +57,7 @@ class Saved:
     k_scales: Tensor
     v_codes: Tensor
     v_scales: Tensor
+    row_top: Tensor
 
 
 def refusal(recipe: Recipe, head_dim: int) -> str | None:
@@ -72,7 +79,7 @@ class Prepared:
     tiling: Tiling
     saved: Saved
     made: Gradient
-    records: GradientRecords
+    records: GradientRecords | OnePassRecords
     lse: Tensor
     dtype: torch.dtype
     head_dim: int
@@ -104,21 +111,51 @@ class Prepared:
         return {"D": self.dim, "STAGES": config.stages, "PROMOTE": config.promote, "ROTATE": self.rotate,
                 "REGISTERS": config.registers, "num_warps": 4}
 
-    def key_gradients(self, grad_key: Tensor, grad_value: Tensor) -> None:
+    def gradients(self, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Launch what computes all three."""
+        with torch.cuda.device(grad_query.device):
+            if isinstance(self.records, OnePassRecords):
+                self._one_pass(self.records, grad_key, grad_value)
+                finished_query(self.made.grad_query, self.records.exponent, grad_query, self.tiling, scale=self.scale,
+                               rotate=self.rotate)
+            else:
+                self._key_gradients(self.records, grad_key, grad_value)
+                self._query_gradients(grad_query)
+
+    def _one_pass(self, records: OnePassRecords, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Launch dK, dV and the sums of dQ."""
+        q, k, v = self.saved.q_codes, self.saved.k_codes, self.saved.v_codes
+        _, *strides = lse_layout(k, self.packed)
+        programs = min(processors(k.device), self.tiling.k_tiles.numel() * self.kv_heads)
+        partial = self.made.grad_query
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+        one_pass.gradients[(programs,)](
+            self._rows(q, ROWS), self._rows(self.made.do_codes, ROWS), self._columns(self.made.q_t, ROWS),
+            self._columns(self.made.do_t, ROWS), vector_descriptor(records.vectors), self._rows(k, ROWS), self._rows(v, ROWS),
+            self._columns(self.made.k_t, ROWS), TensorDescriptor.from_tensor(partial, [ROWS, ROWS], layout), grad_key, grad_value,
+            self.saved.k_scales, self.saved.v_scales, self.made.k_top, records.reference_v, records.lift_v, records.reference_k,
+            records.lift_k, records.work, records.count, self._masters(programs), self.kv_heads, self.heads // self.kv_heads, *strides,
+            2 * self.tiling.q_tiles.numel(), self.tiling.k_tiles.numel(), self.scale, self._group(self.kv_heads), P_LOG2=P_GRAD_LOG2,
+            **self._constants(ONE_PASS[self.dim]))
+
+    def _masters(self, programs: int) -> Tensor:
+        """Float32 sums of dK and dV of each program's two warpgroups."""
+        return torch.empty(programs * 4 * ROWS * self.dim, dtype=torch.float32, device=self.lse.device)
+
+    def _key_gradients(self, records: GradientRecords, grad_key: Tensor, grad_value: Tensor) -> None:
         """Launch dK and dV."""
         q, k, v = self.saved.q_codes, self.saved.k_codes, self.saved.v_codes
         _, *strides = lse_layout(k, self.packed)
         programs = min(processors(k.device), self.tiling.k_tiles.numel() * self.kv_heads)
-        masters = torch.empty(programs * 4 * ROWS * self.dim, dtype=torch.float32, device=k.device)
         key_gradients[(programs,)](
             self._rows(q, ROWS), self._rows(self.made.do_codes, ROWS), self._columns(self.made.q_t, ROWS),
-            self._columns(self.made.do_t, ROWS), vector_descriptor(self.records.vectors), self._rows(k, ROWS), self._rows(v, ROWS),
-            grad_key, grad_value, self.saved.k_scales, self.saved.v_scales, self.records.vectors, self.records.reference,
-            self.records.lifts, self.records.work, self.records.count, masters, self.kv_heads, self.heads // self.kv_heads,
-            *strides, 2 * self.tiling.q_tiles.numel(), self.scale, self._group(self.kv_heads), P_LOG2=P_GRAD_LOG2,
+            self._columns(self.made.do_t, ROWS), vector_descriptor(records.vectors), self._rows(k, ROWS), self._rows(v, ROWS),
+            grad_key, grad_value, self.saved.k_scales, self.saved.v_scales, records.vectors, records.reference, records.lifts,
+            records.work, records.count, self._masters(programs), self.kv_heads, self.heads // self.kv_heads, *strides,
+            2 * self.tiling.q_tiles.numel(), self.scale, self._group(self.kv_heads), P_LOG2=P_GRAD_LOG2,
             **self._constants(KEYS[self.dim]))
 
-    def query_gradients(self, grad_query: Tensor) -> None:
+    def _query_gradients(self, grad_query: Tensor) -> None:
         """Launch dQ."""
         q, k, v = self.saved.q_codes, self.saved.k_codes, self.saved.v_codes
         strides = [stride for x in (q, k) for stride in lse_layout(x, self.packed)[1:]]
@@ -147,7 +184,7 @@ def vector_descriptor(vectors: Tensor) -> Any:
 
 def prepare(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: Saved, recipe: Recipe, *,
             scale: float | None = None, is_causal: bool = False, bottom_right: bool = False, key_lengths: Tensor | None = None,
-            cu_seq: tuple[Tensor, Tensor] | None = None) -> Prepared:
+            cu_seq: tuple[Tensor, Tensor] | None = None, deterministic: bool = False) -> Prepared:
     """Tile, quantize dO and transpose what the kernels contract over tokens; arguments as in `backward`."""
     recipe = recipe.effective()
     head_dim, packed = grad_output.shape[-1], cu_seq is not None
@@ -158,25 +195,31 @@ def prepare(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: T
     if dim != head_dim:
         grad_output, output, *codes = (torch.nn.functional.pad(x, (0, dim - head_dim)) for x in (grad_output, output, *codes))
     q_codes, k_codes, v_codes = (x.contiguous() for x in codes)
-    saved = Saved(q_codes, saved.q_scales, k_codes, saved.k_scales, v_codes, saved.v_scales)
+    saved = replace(saved, q_codes=q_codes, k_codes=k_codes, v_codes=v_codes)
     output, lse = output.contiguous(), lse.contiguous()
-    _, head_stride, document_extra = lse_layout(output, packed)
+    _, *q_sides = lse_layout(output, packed)
+    _, *k_sides = lse_layout(k_codes, packed)
     tiling = tiling_of(output, keys, BLOCK, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
-    made = quantize_gradient(grad_output, output, None if grad_lse is None else grad_lse.float().contiguous(), q_codes, k_codes,
-                             tiling, head_stride=head_stride, document_extra=document_extra, packed=packed)
-    records = gradient_records(tiling, saved.q_scales, made.do_group, lse, made.delta, kv_heads=kv_heads,
-                               factor=scale * math.log2(math.e), head_stride=head_stride, document_extra=document_extra)
+    made = quantize_gradient(grad_output, output, None if grad_lse is None else grad_lse.float().contiguous(),
+                             (q_codes, k_codes, v_codes), (saved.k_scales, saved.v_scales), tiling, q_sides=(q_sides[0], q_sides[1]),
+                             k_sides=(k_sides[0], k_sides[1]), packed=packed, one_pass=not deterministic)
+    options: dict[str, Any] = {"kv_heads": kv_heads, "factor": scale * math.log2(math.e), "head_stride": q_sides[0],
+                               "document_extra": q_sides[1]}
+    records: GradientRecords | OnePassRecords
+    if deterministic:
+        records = gradient_records(tiling, saved.q_scales, made.do_group, lse, made.delta, **options)
+    else:
+        records = one_pass_records(tiling, saved.q_scales, saved.row_top, made, lse, **options)
+        made = replace(made, q_t=transposed_queries(q_codes, records.q_shift, tiling))
     return Prepared(tiling, saved, made, records, lse, grad_output.dtype, head_dim, packed, scale,
                     recipe.rotates(head_dim) and dim == head_dim)
 
 
 def run(prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, contiguous."""
+    """Gradients of query, key and value, contiguous. Once per `prepare`: the one-pass kernel adds to dQ."""
     saved = prepared.saved
     query, key, value = (torch.empty_like(x, dtype=prepared.dtype) for x in (saved.q_codes, saved.k_codes, saved.v_codes))
-    with torch.cuda.device(query.device):
-        prepared.key_gradients(key, value)
-        prepared.query_gradients(query)
+    prepared.gradients(query, key, value)
     if prepared.dim == prepared.head_dim:
         return query, key, value
     query, key, value = (x[..., :prepared.head_dim].contiguous() for x in (query, key, value))
@@ -185,10 +228,10 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor, Tensor]:
 
 def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: Saved, recipe: Recipe, *,
              scale: float | None = None, is_causal: bool = False, bottom_right: bool = False, key_lengths: Tensor | None = None,
-             cu_seq: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+             cu_seq: tuple[Tensor, Tensor] | None = None, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, contiguous, in grad_output's dtype; `output` and `lse` as the forward returned them."""
     if 0 in (output.numel(), saved.k_codes.numel()):
         query, key, value = (grad_output.new_zeros(x.shape) for x in (saved.q_codes, saved.k_codes, saved.v_codes))
         return query, key, value
     return run(prepare(grad_output, grad_lse, output, lse, saved, recipe, scale=scale, is_causal=is_causal,
-                       bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq))
+                       bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq, deterministic=deterministic))

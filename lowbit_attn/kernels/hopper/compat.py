@@ -1,7 +1,9 @@
 """What differs between the Triton releases that these kernels support (3.6 to 3.9)."""
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 tma_load: gl.constexpr = gl.constexpr(getattr(tma, "async_load", None) or tma.async_copy_global_to_shared)
@@ -12,6 +14,16 @@ tma_store: gl.constexpr = gl.constexpr(getattr(tma, "async_store", None) or tma.
 
 copy_async: gl.constexpr = gl.constexpr(getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared)
 """Starts a copy of vectors (cp.async) from global to shared memory; renamed in 3.9."""
+
+@builtin
+def _tma_add(descriptor, coordinates, source, _semantic=None):
+    """What 3.9 calls async_atomic_add: 3.6 has the operation, and no name for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle)
+
+
+tma_add: gl.constexpr = gl.constexpr(getattr(tma, "async_atomic_add", None) or _tma_add)
+"""Starts adding a tile of shared memory to global memory, element by element; public since 3.9."""
 
 barrier: gl.constexpr = gl.constexpr(getattr(gl, "barrier", None) or gl.thread_barrier)
 """All threads of a program meet; renamed in 3.9."""

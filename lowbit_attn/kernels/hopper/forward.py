@@ -120,9 +120,10 @@ def load_record(records, exponents, tile, MASKED: gl.constexpr, L3: gl.constexpr
 
 
 @gluon.jit
-def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, row_sum, P_LOG2: gl.constexpr,
+def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, largest, row_sum, P_LOG2: gl.constexpr,
                  THRESHOLD: gl.constexpr):
-    """One tile that every row sees in full: folded P, and the state after it."""
+    """One tile that every row sees in full: folded P, and the state after it. `largest` is the largest score itself, which the
+    lazy maximum may lie below."""
     s = scores.reshape([ROWS, 4, 4, 4, 2])
     a = row_scale[:, None] * k_scale[None, :]
     top = gl.max(gl.max(s, 4), 2) * a[:, :, None]
@@ -134,11 +135,11 @@ def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum
     decay = gl.exp2(maximum - new)
     row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None] + sums
     reference = gl.full([ROWS], tile_reference, gl.float32, new.type.layout)
-    return p.reshape([ROWS, KEYS]), new, row_sum, reference, decay * gl.exp2(lift)
+    return p.reshape([ROWS, KEYS]), new, gl.maximum(largest, top), row_sum, reference, decay * gl.exp2(lift)
 
 
 @gluon.jit
-def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, row_sum, reference, P_LOG2: gl.constexpr,
+def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, largest, row_sum, reference, P_LOG2: gl.constexpr,
                    THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, FIRST: gl.constexpr, L3: gl.constexpr):
     """One tile of which row r sees keys 0..limit[r] only: each row's own reference exponent, masked scores."""
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
@@ -166,7 +167,7 @@ def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, row_sum, ref
         factor = gl.exp2(maximum - new)
         row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
         factor = factor * gl.exp2(reference - raised)
-    return p.reshape([ROWS, KEYS]), new, row_sum, raised, factor
+    return p.reshape([ROWS, KEYS]), new, gl.maximum(largest, top), row_sum, raised, factor
 
 
 @gluon.jit
@@ -276,7 +277,7 @@ def store_rows(out, result, first, rows, heads, head, D: gl.constexpr):
 
 @gluon.jit
 def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, limit, words, maximum,
-            row_sum, reference, accumulator, master, promoted, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
+            largest, row_sum, reference, accumulator, master, promoted, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
             LOWEST: gl.constexpr, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr,
             STAGES: gl.constexpr, PROMOTE: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, L3: gl.constexpr):
     """Scores of tile i + 1 and P V of tile i, then, beside the latter, the softmax of tile i + 1."""
@@ -297,11 +298,11 @@ def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, record
     scores, accumulator = warpgroup_mma_wait(1, deps=(scores, accumulator))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
     if MASKED:
-        p, new, row_sum, raised, factor = softmax_masked(scores, row_scale, k_scale, fold, limit - (i + 1) * KEYS, maximum,
-                                                         row_sum, reference, P_LOG2, THRESHOLD, LOWEST, False, L3)
+        p, new, largest, row_sum, raised, factor = softmax_masked(scores, row_scale, k_scale, fold, limit - (i + 1) * KEYS, maximum,
+                                                                  largest, row_sum, reference, P_LOG2, THRESHOLD, LOWEST, False, L3)
     else:
-        p, new, row_sum, raised, factor = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, row_sum,
-                                                       P_LOG2, THRESHOLD)
+        p, new, largest, row_sum, raised, factor = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum,
+                                                                largest, row_sum, P_LOG2, THRESHOLD)
     accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
     mbarrier.arrive(v_empty.index(stage), count=1)
     words = pack(p, OPERAND)  # after the wait: wgmma still reads the registers of the last words
@@ -310,11 +311,11 @@ def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, record
         promote(accumulator, master, promoted - (maximum + reference), D)
         promoted = maximum + reference
     accumulator = rescale(accumulator, factor, D)
-    return step + 1, words, new, row_sum, raised, accumulator, promoted
+    return step + 1, words, new, largest, row_sum, raised, accumulator, promoted
 
 
 @gluon.jit
-def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+def consume(out, lse, row_top, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
             v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr,
             WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr,
             STAGES: gl.constexpr, PROMOTE: gl.constexpr):
@@ -361,21 +362,22 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         start = gl.full([ROWS], -127.0, gl.float32, ROW)
-        p, maximum, row_sum, reference, _ = softmax_masked(scores, row_scale, k_scale, fold, limit, start, start, start, P_LOG2,
-                                                           THRESHOLD, LOWEST, True, L3)
+        p, maximum, largest, row_sum, reference, _ = softmax_masked(scores, row_scale, k_scale, fold, limit, start, start, start,
+                                                                    start, P_LOG2, THRESHOLD, LOWEST, True, L3)
         words = pack(p, OPERAND)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = maximum + reference
         for i in range(0, full - 1):
-            step, words, maximum, row_sum, reference, accumulator, promoted = advance(i, step, q, k_smem, v_smem, k_full, k_empty,
-                v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words, maximum, row_sum, reference, accumulator,
-                master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND,
-                L3)
+            step, words, maximum, largest, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
+                maximum, largest, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP,
+                WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND, L3)
         for i in range(gl.maximum(full - 1, 0), mine - 1):
-            step, words, maximum, row_sum, reference, accumulator, promoted = advance(i, step, q, k_smem, v_smem, k_full, k_empty,
-                v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words, maximum, row_sum, reference, accumulator,
-                master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND, L3)
+            step, words, maximum, largest, row_sum, reference, accumulator, promoted = advance(
+                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
+                maximum, largest, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP,
+                WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND, L3)
         stage = step % STAGES
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
         accumulator = warpgroup_mma(operand(words, OPERAND), v_smem.index(stage).permute((1, 0)), accumulator,
@@ -403,14 +405,17 @@ def consume(out, lse, q_scales, records, exponents, work, count, master, q, k_sm
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
         result = gl.where(inverse == 0, 0.0, total * inverse).to(out.dtype.element_ty)
         store_rows(out, result, q_row + WARPGROUP * ROWS, rows, heads, head, D)
-        value = gl.where(empty, float("-inf"), (maximum + gl.log2(gl.where(empty, 1.0, denominator))) * 0.6931471805599453)
-        gl.store(lse + side + local, value, mask=local < rows)
+        log2_sum = maximum + gl.log2(gl.where(empty, 1.0, denominator))
+        gl.store(lse + side + local, gl.where(empty, float("-inf"), log2_sum * 0.6931471805599453), mask=local < rows)
+        top = gl.maximum(gl.minimum(largest - log2_sum, 0.0), -127.0)
+        top = gl.where(top == top, top, 0.0).to(gl.int32) + 127  # a conversion rounds negative numbers up
+        gl.store(row_top + side + local, gl.where(empty, 0, top).to(gl.uint8), mask=local < rows)
     if WARPGROUPS == 2 and WARPGROUP == 0:
         take_turn(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "factor", "GROUP"])
-def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, work, count, heads, groups, head_stride,
+def attention(q_desc, k_desc, v_desc, out, lse, row_top, q_scales, records, exponents, work, count, heads, groups, head_stride,
               document_extra, max_tiles, factor, GROUP, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr,
               D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, WARPGROUPS: gl.constexpr, REGISTERS: gl.constexpr):
     """The kernel: WARPGROUPS consumers of 64 rows and a loader warp."""
@@ -422,7 +427,7 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
@@ -430,10 +435,10 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, records, exponents, wo
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
-            (consume, (out, lse, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem, v_smem,
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem, v_smem,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,

@@ -20,7 +20,7 @@ QUERIES = 64
 VECTOR = 256
 """Floats of a query tile's record."""
 
-WORK_COLUMNS = 10
+WORK_COLUMNS = 11
 
 LOWEST_REFERENCE = -90.0
 """A smaller dO counts as this: 2^-reference times a D of up to 2^30 stays finite."""
@@ -33,8 +33,15 @@ P_GRAD_LOG2 = 8
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b)
+
+
+@triton.jit
+def place_in_record(i):
+    """Where a record holds a number of query i: the order (c, j, e) of each 16."""
+    within = i % 16
+    return (i % 64) // 16 * 16 + (within % 8) // 2 * 4 + within // 8 * 2 + i % 2
 
 
 @triton.jit(do_not_specialize=["groups", "q_count"])
@@ -55,7 +62,7 @@ def _references(documents, do_group, reference, lifts, groups, q_count, LOWEST: 
             exists = (tile[:, None] >= 0) & (tile[:, None] * 64 + b[None, :] * 32 < q_len)
             exponent = tl.load(do_group + place, mask=exists, other=LOWEST)
             own = tl.maximum(own, tl.max(tl.where(exponent == exponent, exponent, LOWEST), 1))
-        running = tl.maximum(tl.associative_scan(own, 0, _larger), before)
+        running = tl.maximum(tl.associative_scan(own, 0, larger), before)
         earlier = tl.maximum(tl.max(tl.where(i[None, :] < i[:, None], own[None, :], LOWEST), 1), before)
         lift = tl.where(start + i == 0, 1.0, tl.exp2(earlier - running))
         tl.store(reference + (kv_head * q_count + first) * 2 + tile, running, mask=tile >= 0)
@@ -87,10 +94,8 @@ def _vectors(documents, q_tiles, q_scales, do_group, lse, delta, reference, vect
         d = tl.load(delta + side + i, mask=exists, other=0.0)
         weight = tl.where(d == 0, 0.0, d * tl.exp2(q_exponent - base - fold))  # where dO is all zero the power may overflow
         out = vectors + (head * q_count + tile) * 512 + (i // 64) * 256
-        within = i % 16
-        place = (i % 64) // 16 * 16 + (within % 8) // 2 * 4 + within // 8 * 2 + i % 2
-        tl.store(out + place, bias)
-        tl.store(out + 64 + place, weight)
+        tl.store(out + place_in_record(i), bias)
+        tl.store(out + 64 + place_in_record(i), weight)
         block = (i % 64) // 32
         leads = i % 32 == 0
         tl.store(out + 128 + block, factor * tl.exp2(q_exponent), mask=leads)
@@ -132,7 +137,7 @@ def _key_work(documents, k_tiles, work, count, max_k, E: tl.constexpr, CHUNK: tl
         total += tl.sum(tl.where(there >= 0, 1, 0), 0)
     if tl.program_id(0) == 0:
         tl.store(count, total)
-    out = work + rank * 10
+    out = work + rank * 11
     tl.store(out, tl.load(row + 2, mask=exists, other=0) + block * 128, mask=exists)
     tl.store(out + 1, tl.load(row + 3, mask=exists, other=0) - block * 128, mask=exists)
     tl.store(out + 2, valid, mask=exists)
@@ -143,6 +148,7 @@ def _key_work(documents, k_tiles, work, count, max_k, E: tl.constexpr, CHUNK: tl
     tl.store(out + 7, number, mask=exists)
     tl.store(out + 8, shift, mask=exists)
     tl.store(out + 9, document, mask=exists)
+    tl.store(out + 10, tile, mask=exists)
 
 
 @dataclass(frozen=True)
@@ -152,9 +158,9 @@ class GradientRecords:
     vectors: float32 [Hq, 2 q_tiles, 256] by query tile: for its 64 queries, in the order (c, j, e) of each 16, the exponent of P
         beside its score and D as dS subtracts it; then, two of each for its blocks of 32: the factor of scores, the factor of dP,
         the exponent of Q (-60 for zeros), log2 of the largest D as dS subtracts it.
-    work: int32 [entries, 10], key blocks of 128, longest first: k_row, rows stored, rows valid (both may exceed 128), q_start,
+    work: int32 [entries, 11], key blocks of 128, longest first: k_row, rows stored, rows valid (both may exceed 128), q_start,
         the document's first query tile, q_len, first query tile that the block sees, their number, shift (row r sees query i
-        from r + shift on), document. count: int32 [1], the entries that exist.
+        from r + shift on), document, the block's padded tile. count: int32 [1], the entries that exist.
     """
 
     reference: Tensor
@@ -164,11 +170,25 @@ class GradientRecords:
     count: Tensor
 
 
+def references(tiling: Tiling, group: Tensor, reference: Tensor, lifts: Tensor, groups: int, lowest: float) -> None:
+    """The largest exponent [Hkv, 2 q_tiles] of 32 queries, in `group` [Hq, 4 q_tiles], from each tile to its document's end, and by
+    how much the sums over the tiles after it are lifted, a power of two up to 1."""
+    kv_heads, q_count = reference.shape[0], tiling.q_tiles.numel()
+    _references[(tiling.documents.shape[0], kv_heads)](tiling.documents, group, reference, lifts, groups, q_count, LOWEST=lowest,
+                                                       CHUNK=64, num_warps=1)
+
+
+def key_work(tiling: Tiling, work: Tensor, count: Tensor) -> None:
+    """Fill `GradientRecords.work` and `count`."""
+    k_count = tiling.k_tiles.numel()
+    _key_work[(triton.cdiv(k_count, 32),)](tiling.documents, tiling.k_tiles, work, count, k_count, E=32, CHUNK=64)
+
+
 def gradient_records(tiling: Tiling, q_scales: Tensor, do_group: Tensor, lse: Tensor, delta: Tensor, *, kv_heads: int,
                      factor: float, head_stride: int, document_extra: int) -> GradientRecords:
     """Tables of one call; `factor` turns products of Q's and K's values into base-two scores."""
     heads, q_count, k_count = do_group.shape[0], tiling.q_tiles.numel(), tiling.k_tiles.numel()
-    documents, groups = tiling.documents.shape[0], heads // kv_heads
+    groups = heads // kv_heads
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=lse.device)
@@ -176,11 +196,9 @@ def gradient_records(tiling: Tiling, q_scales: Tensor, do_group: Tensor, lse: Te
     result = GradientRecords(empty(kv_heads, 2 * q_count), empty(kv_heads, 2 * q_count), empty(heads, 2 * q_count, VECTOR),
                              empty(k_count, WORK_COLUMNS, dtype=torch.int32), empty(1, dtype=torch.int32))
     with on_device(lse):
-        _references[(documents, kv_heads)](tiling.documents, do_group, result.reference, result.lifts, groups, q_count,
-                                           LOWEST=LOWEST_REFERENCE, CHUNK=64, num_warps=1)
+        references(tiling, do_group, result.reference, result.lifts, groups, LOWEST_REFERENCE)
         _vectors[(q_count, heads)](tiling.documents, tiling.q_tiles, q_scales, do_group, lse, delta, result.reference,
                                    result.vectors, factor, groups, q_count, head_stride, document_extra, P_LOG2=P_GRAD_LOG2,
                                    FOLD=LOWEST_FOLD, num_warps=1)
-        _key_work[(triton.cdiv(k_count, 32),)](tiling.documents, tiling.k_tiles, result.work, result.count, k_count, E=32,
-                                               CHUNK=64)
+        key_work(tiling, result.work, result.count)
     return result

@@ -170,13 +170,13 @@ def rotated(x, D: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(out, x, staging, first, rows, head, heads, D: gl.constexpr):
-    """Rows of an accumulator to out [tokens, heads, D] from token `first` on, by way of shared memory [64, D]."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+def store_rows(out, x, staging, first, rows, head, heads, WIDTH: gl.constexpr, D: gl.constexpr):
+    """Rows of an accumulator [64, WIDTH] to out [tokens, heads, D] from token `first` on, by way of shared memory [64, WIDTH]."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     staging.store(x)
     result = staging.load(LAYOUT).to(out.dtype.element_ty)
     r = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    channel = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    channel = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     place = (first + r).to(gl.int64) * heads + head
     gl.store(out + place[:, None] * D + channel[None, :], result, mask=(r < rows)[:, None])
 

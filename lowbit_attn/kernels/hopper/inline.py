@@ -24,6 +24,31 @@ def unpack_e4m3(words):
 
 
 @gluon.jit
+def transposed_bytes(upper, lower):
+    """Two words of four codes -> (u0 l0 u1 l1, u2 l2 u3 l3): what a thread's rows r and r + 8 hold of four columns, by column."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;", "=r,=r,r,r", [upper, lower],
+                                     dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
+
+
+@gluon.jit
+def halves(word):
+    """The lower and the upper 16 bits of a word."""
+    return gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [word], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
+
+
+@gluon.jit
+def swap_middle_bytes(word):
+    """Bytes 0 2 1 3 of a word."""
+    return gl.inline_asm_elementwise("prmt.b32 $0, $1, $1, 0x3120;", "=r,r", [word], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def pair_bf16(even, odd):
+    """Two float32 -> word of their bfloat16, nearest even, the first in the lower half."""
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def keep_visible(x, distance):
     """x where distance >= 0, else -inf; as one predicated select per value, which leaves wgmma's registers alone."""
     return gl.inline_asm_elementwise(

@@ -56,7 +56,7 @@ def load_tiles(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc
     entries = gl.load(count)
     for index in range(gl.program_id(0), entries * kv_heads, gl.num_programs(0)):
         entry, kv_head = entry_of(index, entries, GROUP)
-        row = work + entry * 10
+        row = work + entry * 11
         k_row = gl.load(row)
         q_start = gl.load(row + 3)
         document_tile = gl.load(row + 4)
@@ -149,7 +149,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
     entries = gl.load(count)
     for index in range(gl.program_id(0), entries * kv_heads, gl.num_programs(0)):
         entry, kv_head = entry_of(index, entries, GROUP)
-        info = work + entry * 10
+        info = work + entry * 11
         k_row = gl.load(info) + WARPGROUP * ROWS
         rows = gl.load(info + 1) - WARPGROUP * ROWS
         valid = gl.load(info + 2) - WARPGROUP * ROWS
@@ -226,12 +226,12 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
         if mine >= PROMOTE:
             dv = with_master(dv, dv_master, gl.full([ROWS], promoted_v - base, gl.float32, ROW), D)
             dk = with_master(dk, dk_master, promoted_k - (reference + base), D)
-        store_rows(grad_value, gl.where(seen, dv * gl.exp2(base - P_LOG2), 0.0), staging, k_row, rows, kv_head, kv_heads, D)
+        store_rows(grad_value, gl.where(seen, dv * gl.exp2(base - P_LOG2), 0.0), staging, k_row, rows, kv_head, kv_heads, D, D)
         dk *= gl.convert_layout(gl.exp2(reference + (base - P_LOG2)), gl.SliceLayout(1, SUM))[:, None] * scale
         dk = gl.where(seen, dk, 0.0)
         if ROTATE:
             dk = rotated(dk, D) * (D ** -0.5)
-        store_rows(grad_key, dk, staging, k_row, rows, kv_head, kv_heads, D)
+        store_rows(grad_key, dk, staging, k_row, rows, kv_head, kv_heads, D, D)
 
 
 @gluon.jit(do_not_specialize=["kv_heads", "groups", "head_stride", "document_extra", "tiles_in_all", "scale", "GROUP"])

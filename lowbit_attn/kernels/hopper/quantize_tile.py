@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from lowbit_attn.kernels.hopper.compat import barrier, copy_async
-from lowbit_attn.kernels.hopper.inline import lower_half, pack_e4m3, upper_half
+from lowbit_attn.kernels.hopper.inline import lower_half, pack_e4m3, swap_middle_bytes, upper_half
 
 ROWS = gl.constexpr(128)
 """Tokens of a tile."""
@@ -49,7 +49,7 @@ def _exchanged(width):
 
 
 @gluon.constexpr_function
-def _pieces(rows, width, warps):
+def pieces(rows, width, warps):
     """[rows, width] words for global memory: 16 bytes a lane, neighbouring lanes along a row, each warp in rows of its own."""
     columns, lines = _bits(width), _bits(rows)
     across = min(5, columns - 2)
@@ -60,7 +60,7 @@ def _pieces(rows, width, warps):
 
 
 @gluon.constexpr_function
-def _swizzled(width):
+def swizzled(width):
     """Rows of `width` words: eight lanes reach all banks with 16 bytes each, down a column of rows as well as along a row."""
     chunks = min(8, width // 4)
     return gl.SwizzledSharedLayout(4, 8 // chunks, chunks, [1, 0])
@@ -92,10 +92,10 @@ def along(x, like):
 @gluon.jit
 def copy_words(x, offset, token_stride, valid, WIDTH: gl.constexpr):
     """Start copying [128, WIDTH] words from x + offset; strides count 16 bytes; rows at or past `valid` become zero."""
-    LAYOUT: gl.constexpr = _pieces(ROWS, WIDTH, gl.num_warps())
+    LAYOUT: gl.constexpr = pieces(ROWS, WIDTH, gl.num_warps())
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    buffer = gl.allocate_shared_memory(gl.int32, [ROWS, WIDTH], _swizzled(WIDTH))
+    buffer = gl.allocate_shared_memory(gl.int32, [ROWS, WIDTH], swizzled(WIDTH))
     pointers = x + offset * 4 + ((row * token_stride.to(gl.int32) * 4)[:, None] + column[None, :])
     copy_async(buffer, pointers, mask=(row < valid)[:, None])
     return buffer
@@ -107,7 +107,7 @@ def _gather(x, offset, token_stride, channel_stride, valid, WIDTH: gl.constexpr,
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1] if TOKENS_FIRST else [1, 32], [gl.num_warps(), 1], [1, 0])
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
-    buffer = gl.allocate_shared_memory(gl.int32, [ROWS, WIDTH], _swizzled(WIDTH))
+    buffer = gl.allocate_shared_memory(gl.int32, [ROWS, WIDTH], swizzled(WIDTH))
     pointers = x + offset + ((row * token_stride)[:, None] + (column * channel_stride)[None, :])
     for first in gl.static_range(0, WIDTH, 32):
         value = gl.load(pointers, mask=(row < valid)[:, None], other=0.0).to(gl.float32)
@@ -270,10 +270,10 @@ def store_codes(codes, words, token, head, heads, stored, CHANNEL: gl.constexpr,
     """Code words [128, n] of tokens token .. token + stored to codes [tokens, heads, D] from CHANNEL on; KEYS_BY_LANE: each at
     `place_of_key` instead of its own row."""
     WIDTH: gl.constexpr = words.shape[1]
-    LAYOUT: gl.constexpr = _pieces(ROWS, WIDTH, gl.num_warps())
+    LAYOUT: gl.constexpr = pieces(ROWS, WIDTH, gl.num_warps())
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    piece = gl.allocate_shared_memory(gl.int32, [ROWS, WIDTH], _swizzled(WIDTH), words).load(LAYOUT)
+    piece = gl.allocate_shared_memory(gl.int32, [ROWS, WIDTH], swizzled(WIDTH), words).load(LAYOUT)
     start = (token * heads + head) * (D // 4) + CHANNEL // 4
     mask = (row < stored)[:, None]
     if KEYS_BY_LANE:
@@ -295,12 +295,14 @@ def _swap(word):
 
 
 @gluon.jit
-def store_transposed(v_t, words, head, tile, tiles, CHANNEL: gl.constexpr, D: gl.constexpr):
-    """Code words [128 keys, n] to columns 128 tile .. of v_t [heads, D, 128 tiles], from row CHANNEL on, keys permuted."""
+def store_transposed(v_t, words, head, tile, tiles, CHANNEL: gl.constexpr, D: gl.constexpr, BY_ROW: gl.constexpr = False):
+    """Code words [128 keys, n] to columns 128 tile .. of v_t [heads, D, 128 tiles], from row CHANNEL on, keys permuted; BY_ROW: in
+    the order (c, e, j) of each 16, so that the two rows of a thread are neighbours."""
     SIZE: gl.constexpr = 4 * words.shape[1]
-    LAYOUT: gl.constexpr = _pieces(SIZE, ROWS // 4, gl.num_warps())
+    LAYOUT: gl.constexpr = pieces(SIZE, ROWS // 4, gl.num_warps())
     # Tokens are (block of 32, 16, j, c, e) and words (channel bits 2 ..); after the swap e and j stand for channel bits 0 and 1.
-    swapped = gl.reshape(_swap(words), [ROWS // 32, 2, 2, 4, 2, SIZE // 4])
+    turned = swap_middle_bytes(_swap(words)) if BY_ROW else _swap(words)
+    swapped = gl.reshape(turned, [ROWS // 32, 2, 2, 4, 2, SIZE // 4])
     turned = gl.reshape(gl.permute(swapped, (5, 2, 4, 0, 1, 3)), [SIZE, ROWS // 4])
     piece = gl.allocate_shared_memory(gl.int32, [SIZE, ROWS // 4], gl.SwizzledSharedLayout(8, 1, 4, [1, 0]), turned).load(LAYOUT)
     row = gl.arange(0, SIZE, gl.SliceLayout(1, LAYOUT))

@@ -199,7 +199,7 @@ def consume(grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, d
         total *= gl.convert_layout(gl.exp2(reference), gl.SliceLayout(1, SUM))[:, None] * scale
         if ROTATE:
             total = rotated(total, D) * (D ** -0.5)
-        store_rows(grad_query, total, reinterpreted(master, gl.float32, [ROWS, D], STAGING), q_row, rows, head, heads, D)
+        store_rows(grad_query, total, reinterpreted(master, gl.float32, [ROWS, D], STAGING), q_row, rows, head, heads, D, D)
 
 
 @gluon.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "k_head_stride", "k_document_extra", "q_count",

@@ -32,7 +32,7 @@ def _decoded(codes: Tensor, scales: Tensor, tiling: Tiling, column: int, packed:
 
 def _operands(saved: Sequence[Tensor], recipe: Recipe, tiling: Tiling, packed: bool) -> tuple[Tensor, ...]:
     """bf16 tiles of Q, K and V as the scores and dP read them, then of Q in dK and of K in dQ."""
-    query, q_scales, key, k_scales, value, v_scales = saved
+    query, q_scales, key, k_scales, value, v_scales, _ = saved
     if recipe.saves_codes:
         q, k = _decoded(query, q_scales, tiling, 0, packed), _decoded(key, k_scales, tiling, 2, packed)
         return q, k, _decoded(value, v_scales, tiling, 2, packed), q, k
@@ -57,7 +57,7 @@ def backward(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: 
     if problem := backward_refusal(recipe, target.architecture):
         raise ValueError(f"recipe: got {recipe.canonical}: {problem}")
     packed = cu_seq is not None
-    grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=grad_output.dtype) for x in saved[::2])
+    grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=grad_output.dtype) for x in saved[:6:2])
     if 0 in (grad_query.numel(), grad_key.numel()):
         return grad_query.zero_(), grad_key.zero_(), grad_value.zero_()
     heads, head_dim = output.shape[-2:]
