@@ -49,4 +49,5 @@ def unflatten_saved(tensors: list[Tensor], recipe: Recipe, packed: bool) -> Save
         values = values if packed else values.transpose(1, 2)
         return Coded(values, scales) if recipe.saves_codes else values
 
-    return Saved(*(operand(tensors[i], tensors[i + 1]) for i in (0, 2, 4)))
+    query, key, value = (operand(tensors[i], tensors[i + 1]) for i in (0, 2, 4))
+    return Saved(query, key, value, tensors[6] if recipe.saves_codes else None)

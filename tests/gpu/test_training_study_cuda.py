@@ -31,4 +31,5 @@ def test_a_step_is_captured_and_trains_like_single_launches(monkeypatch, data, n
     assert single.method == "eager"
     # The sums of dQ, and of bf16's gradients, may come in another order each time.
     assert run.train_loss == pytest.approx(single.train_loss, abs=2e-2)
-    assert run.train_loss[-1] < run.train_loss[0] - 0.5
+    # Every batch is of other text: the means tell.
+    assert sum(run.train_loss[6:]) / 6 < sum(run.train_loss[:3]) / 3 - 0.5

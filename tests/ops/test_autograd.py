@@ -144,4 +144,4 @@ class TestDirectCalls:
 
     def test_codes_and_scales_carry_no_gradient(self):
         outputs = OPS.attention_forward(*op_calls.dense(requires_grad=True))
-        assert [x.requires_grad for x in outputs] == [True, True, *[False] * 6]
+        assert [x.requires_grad for x in outputs] == [True, True, *[False] * 7]

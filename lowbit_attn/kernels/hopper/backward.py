@@ -1,7 +1,7 @@
 """Host side of the Hopper backward: dQ, dK and dV from what the forward saved. One path for dense and packed inputs.
 
-By default one kernel computes all three, and adds up dQ in global memory in no fixed order: dK and dV repeat bit for bit, dQ but for
-its last bits. `deterministic` takes two kernels, neither with atomics, where every gradient is one program's sum in one order.
+By default one kernel computes all three, and adds up dQ in global memory in no fixed order: dK and dV repeat bit for bit, dQ but
+for its last bits. `deterministic` takes two kernels, neither with atomics, where every gradient is one program's sum in one order.
 Dense inputs are [B, S, H, D], packed ones [T, H, D]. Nothing here waits for the device.
 """
 
@@ -133,10 +133,10 @@ class Prepared:
             self._rows(q, ROWS), self._rows(self.made.do_codes, ROWS), self._columns(self.made.q_t, ROWS),
             self._columns(self.made.do_t, ROWS), vector_descriptor(records.vectors), self._rows(k, ROWS), self._rows(v, ROWS),
             self._columns(self.made.k_t, ROWS), TensorDescriptor.from_tensor(partial, [ROWS, ROWS], layout), grad_key, grad_value,
-            self.saved.k_scales, self.saved.v_scales, self.made.k_top, records.reference_v, records.lift_v, records.reference_k,
-            records.lift_k, records.work, records.count, self._masters(programs), self.kv_heads, self.heads // self.kv_heads, *strides,
-            2 * self.tiling.q_tiles.numel(), self.tiling.k_tiles.numel(), self.scale, self._group(self.kv_heads), P_LOG2=P_GRAD_LOG2,
-            **self._constants(ONE_PASS[self.dim]))
+            self.saved.k_scales, self.saved.v_scales, self.made.k_top, records.reference_v, records.reference_k,
+            records.work, records.count, self._masters(programs), self.kv_heads, self.heads // self.kv_heads, *strides,
+            2 * self.tiling.q_tiles.numel(), self.tiling.k_tiles.numel(), self.scale, self._group(self.kv_heads),
+            P_LOG2=P_GRAD_LOG2, **self._constants(ONE_PASS[self.dim]))
 
     def _masters(self, programs: int) -> Tensor:
         """Float32 sums of dK and dV of each program's two warpgroups."""
@@ -201,8 +201,9 @@ def prepare(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: T
     _, *k_sides = lse_layout(k_codes, packed)
     tiling = tiling_of(output, keys, BLOCK, is_causal=is_causal, bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
     made = quantize_gradient(grad_output, output, None if grad_lse is None else grad_lse.float().contiguous(),
-                             (q_codes, k_codes, v_codes), (saved.k_scales, saved.v_scales), tiling, q_sides=(q_sides[0], q_sides[1]),
-                             k_sides=(k_sides[0], k_sides[1]), packed=packed, one_pass=not deterministic)
+                             (q_codes, k_codes, v_codes), (saved.k_scales, saved.v_scales), tiling,
+                             q_sides=(q_sides[0], q_sides[1]), k_sides=(k_sides[0], k_sides[1]), packed=packed,
+                             one_pass=not deterministic)
     options: dict[str, Any] = {"kv_heads": kv_heads, "factor": scale * math.log2(math.e), "head_stride": q_sides[0],
                                "document_extra": q_sides[1]}
     records: GradientRecords | OnePassRecords

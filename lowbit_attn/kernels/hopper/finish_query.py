@@ -64,5 +64,5 @@ def finished_query(partial: Tensor, exponent: Tensor, out: Tensor, tiling: Tilin
     q_count = tiling.q_tiles.numel()
     constants: dict[str, Any] = {"D": head_dim, "ROTATE": rotate, "DTYPE": DTYPES[out.dtype]}
     with torch.cuda.device(out.device):
-        finish_query[(heads * q_count,)](partial, exponent, out, tiling.documents, tiling.q_tiles, scale, heads, q_count, **constants,
-                                         num_warps=4)
+        finish_query[(heads * q_count,)](partial, exponent, out, tiling.documents, tiling.q_tiles, scale, heads, q_count,
+                                         **constants, num_warps=4)

@@ -315,8 +315,8 @@ def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, record
 
 
 @gluon.jit
-def consume(out, lse, row_top, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
-            v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr,
+def consume(out, lse, row_top, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full,
+            k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr,
             WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr,
             STAGES: gl.constexpr, PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
@@ -427,20 +427,20 @@ def attention(q_desc, k_desc, v_desc, out, lse, row_top, q_scales, records, expo
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem,
+                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
+                       max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem, v_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
-            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem, v_smem,
-                       q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
-                       factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem,
+                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
+                       max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem,
+                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
+                       max_tiles, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
         ], [4, 1], [REGISTERS, 24])

@@ -34,6 +34,7 @@ P_GRAD_LOG2 = 8
 
 @triton.jit
 def larger(a, b):
+    """What a running maximum combines."""
     return tl.maximum(a, b)
 
 

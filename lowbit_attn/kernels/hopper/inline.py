@@ -57,6 +57,23 @@ def keep_visible(x, distance):
 
 
 @gluon.jit
+def put_or_add(address, a, b, c, d, again):
+    """Four neighbouring float32 of global memory become a, b, c, d, or have them added where `again` is not 0: without waiting."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; "
+        "@!p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
+        "=r,l,f,f,f,f,r", [address, a, b, c, d, again], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def zero_with(x, p):
+    """x, or 0 where p is 0. Not pure, so that it stays in the branch that it stands in."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.neu.f32 q, $2, 0f00000000; selp.f32 $0, $1, 0f00000000, q; }",
+        "=f,f,f", [x, p], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def uniform(x):
     """x, told to ptxas as equal in all lanes of the warp: loop bounds and wgmma descriptors then use uniform registers."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "=r,r", [x], dtype=gl.int32,

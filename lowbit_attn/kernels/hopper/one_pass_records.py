@@ -2,7 +2,7 @@
 
 One dS serves dK, which contracts queries, and dQ, which contracts keys. It is relative to an exponent of each 32 queries, known
 before the loop from a bound: a row of dS is at most the row's largest probability (`ops.saved`) times X = |dO| |V| + |D|, with the
-largest |V| that the row sees. dK's sum takes what tells these blocks apart from Q's codes instead, which `transpose_queries`
+largest |V| that the row sees. dK's sum takes what tells these blocks apart from Q's codes instead, which `transposed_queries`
 brings down by `q_shift` to an exponent of the tile that runs with the loop, from a document's last tile to the first. dQ leaves
 the kernel as float16, relative to a bound on its row: the sum of a row of dS is at most X.
 """
@@ -120,8 +120,8 @@ def _reference_of(dk_exponent, suffix, kv_head, groups, q_count, tile, last, LOW
 
 
 @triton.jit(do_not_specialize=["factor", "groups", "q_count", "head_stride", "document_extra"])
-def _vectors(documents, q_tiles, q_scales, do_group, lse, delta, reference_v, suffix, ds_exponent, dk_exponent, exponent, vectors,
-             q_shift, reference_k, lift_k, factor, groups, q_count, head_stride, document_extra, P_LOG2: tl.constexpr,
+def _vectors(documents, q_tiles, q_scales, do_group, lse, delta, reference_v, lift_v, suffix, ds_exponent, dk_exponent, exponent,
+             vectors, q_shift, reference_k, factor, groups, q_count, head_stride, document_extra, P_LOG2: tl.constexpr,
              FOLD: tl.constexpr, LOWEST: tl.constexpr, WINDOW: tl.constexpr, RANGE: tl.constexpr):
     """The records of the two query tiles of one padded tile and head. Programs: query tiles x heads."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -134,10 +134,13 @@ def _vectors(documents, q_tiles, q_scales, do_group, lse, delta, reference_v, su
         two = tile * 2 + tl.arange(0, 2)
         last = tl.load(row + 5) * 2 + (tl.load(row + 1) + 63) // 64 - 1
         reference = _reference_of(dk_exponent, suffix, kv_head, groups, q_count, two, last, LOWEST, WINDOW, RANGE)
-        if head % groups == 0:
-            later = _reference_of(dk_exponent, suffix, kv_head, groups, q_count, two + 1, last, LOWEST, WINDOW, RANGE)
-            tl.store(reference_k + kv_head * q_count * 2 + two, reference)
-            tl.store(lift_k + kv_head * q_count * 2 + two, tl.exp2(later - reference))
+        later = _reference_of(dk_exponent, suffix, kv_head, groups, q_count, two + 1, last, LOWEST, WINDOW, RANGE)
+        # Sums are lifted once a tile, at the first head of the group.
+        lifted = two <= tl.where(head % groups == 0, last, -1)
+        lifted_v = tl.load(lift_v + kv_head * q_count * 2 + two, mask=lifted, other=1.0)
+        tl.store(vectors + (head * q_count * 2 + two) * 256 + 132, lifted_v)
+        tl.store(vectors + (head * q_count * 2 + two) * 256 + 133, tl.where(lifted, tl.exp2(later - reference), 1.0))
+        tl.store(reference_k + kv_head * q_count * 2 + two, reference, mask=lifted)
         block = tl.arange(0, 4)
         with_q = tl.load(dk_exponent + (head * q_count + tile) * 4 + block)
         of_tile = tl.reshape(tl.broadcast_to(reference[:, None], [2, 2]), [4])
@@ -171,20 +174,18 @@ def _vectors(documents, q_tiles, q_scales, do_group, lse, delta, reference_v, su
 
 @dataclass(frozen=True)
 class OnePassRecords:
-    """reference_v, lift_v, reference_k, lift_k: float32 [Hkv, 2 q_tiles], what dV's and dK's sums are relative to at each query tile,
-        and what it multiplies those over the tiles after it by.
+    """reference_v, reference_k: float32 [Hkv, 2 q_tiles], what dV's and dK's sums are relative to at each query tile.
     vectors: float32 [Hq, 2 q_tiles, 256] by query tile: for its 64 queries, in the order (c, j, e) of each 16, the exponent of P
         beside its score and D as dS subtracts it; from 128 on, two of each for its blocks of 32: the factor of scores, the factor
-        of dP; from 192 on, in plain order, the exponent that a row's float16 dQ is relative to, without dS's.
-    q_shift: float32 [Hq, 4 q_tiles], see `transpose_queries`.
+        of dP; what to multiply dV's and dK's sums over the tiles before by; from 192 on, in plain order, the exponent that a row's
+        float16 dQ is relative to, without dS's.
+    q_shift: float32 [Hq, 4 q_tiles], see `transposed_queries`.
     exponent: float32 [Hq, 128 q_tiles], the exponent of a row's float16 dQ.
     work, count: as in `GradientRecords`.
     """
 
     reference_v: Tensor
-    lift_v: Tensor
     reference_k: Tensor
-    lift_k: Tensor
     vectors: Tensor
     q_shift: Tensor
     exponent: Tensor
@@ -192,8 +193,8 @@ class OnePassRecords:
     count: Tensor
 
 
-def one_pass_records(tiling: Tiling, q_scales: Tensor, row_top: Tensor, made: Gradient, lse: Tensor, *, kv_heads: int, factor: float,
-                     head_stride: int, document_extra: int) -> OnePassRecords:
+def one_pass_records(tiling: Tiling, q_scales: Tensor, row_top: Tensor, made: Gradient, lse: Tensor, *, kv_heads: int,
+                     factor: float, head_stride: int, document_extra: int) -> OnePassRecords:
     """Tables of one call; `factor` turns products of Q's and K's values into base-two scores."""
     heads, q_count, k_count = made.do_group.shape[0], tiling.q_tiles.numel(), tiling.k_tiles.numel()
     documents, groups = tiling.documents.shape[0], heads // kv_heads
@@ -201,11 +202,10 @@ def one_pass_records(tiling: Tiling, q_scales: Tensor, row_top: Tensor, made: Gr
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=lse.device)
 
-    by_tile = [empty(kv_heads, 2 * q_count) for _ in range(6)]
-    reference_v, lift_v, reference_k, lift_k, suffix, unused = by_tile
+    reference_v, lift_v, reference_k, suffix, unused = (empty(kv_heads, 2 * q_count) for _ in range(5))
     v_seen, k_seen = torch.empty_like(made.v_size), torch.empty_like(made.k_top)
     ds_exponent, dk_exponent = torch.empty_like(made.do_group), torch.empty_like(made.do_group)
-    result = OnePassRecords(reference_v, lift_v, reference_k, lift_k, empty(heads, 2 * q_count, VECTOR), empty(heads, 4 * q_count),
+    result = OnePassRecords(reference_v, reference_k, empty(heads, 2 * q_count, VECTOR), empty(heads, 4 * q_count),
                             empty(heads, 128 * q_count), empty(k_count, WORK_COLUMNS, dtype=torch.int32),
                             empty(1, dtype=torch.int32))
     sides = (head_stride, document_extra)
@@ -217,8 +217,8 @@ def one_pass_records(tiling: Tiling, q_scales: Tensor, row_top: Tensor, made: Gr
                                  num_warps=1)
         references(tiling, made.do_group, reference_v, lift_v, groups, LOWEST_REFERENCE)
         references(tiling, dk_exponent, suffix, unused, groups, LOWEST)
-        _vectors[(q_count, heads)](tiling.documents, tiling.q_tiles, q_scales, made.do_group, lse, made.delta, reference_v, suffix,
-                                   ds_exponent, dk_exponent, result.exponent, result.vectors, result.q_shift, reference_k, lift_k,
+        _vectors[(q_count, heads)](tiling.documents, tiling.q_tiles, q_scales, made.do_group, lse, made.delta, reference_v, lift_v,
+                                   suffix, ds_exponent, dk_exponent, result.exponent, result.vectors, result.q_shift, reference_k,
                                    factor, groups, q_count, *sides, P_LOG2=P_GRAD_LOG2, FOLD=LOWEST_FOLD, LOWEST=LOWEST,
                                    WINDOW=WINDOW, RANGE=RANGE, num_warps=1)
         key_work(tiling, result.work, result.count)

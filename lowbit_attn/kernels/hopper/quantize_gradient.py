@@ -16,7 +16,7 @@ For the one-pass kernel, which multiplies dS by K of 128 keys at once and knows 
     k_t        K's codes relative to k_top, keys (j, c, e) -> (c, e, j) inside each 16
     grad_query zeros, float16 [128 q_tiles, H * D]
 
-and no q_t, which waits for what dS is relative to (`transpose_queries`). A program takes 128 tokens of one head.
+and no q_t, which waits for what dS is relative to (`transposed_queries`). A program takes 128 tokens of one head.
 """
 
 from dataclasses import dataclass
@@ -143,8 +143,8 @@ def _clear(grad_query, tile, head, heads, D: gl.constexpr):
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     column = gl.arange(0, D // 2, gl.SliceLayout(0, LAYOUT))
     start = (tile.to(gl.int64) * ROWS * heads + head) * (D // 2)
-    pointers = grad_query.to(gl.pointer_type(gl.int32), bitcast=True) + start + (row * (heads * (D // 2)))[:, None] + column[None, :]
-    gl.store(pointers, gl.zeros([ROWS, D // 2], gl.int32, LAYOUT))
+    words = grad_query.to(gl.pointer_type(gl.int32), bitcast=True) + start
+    gl.store(words + (row * (heads * (D // 2)))[:, None] + column[None, :], gl.zeros([ROWS, D // 2], gl.int32, LAYOUT))
 
 
 @gluon.jit(do_not_specialize=["g_document", "g_token", "g_head", "g_channel", "o_document", "o_token", "o_head", "head_stride",
@@ -204,8 +204,8 @@ def gradient_kernel(grad, output, grad_lse, q_codes, k_codes, v_codes, k_scales,
 
 
 @gluon.jit(do_not_specialize=["heads", "q_count"])
-def transpose_queries(q_codes, q_t, q_shift, q_tiles, documents, heads, q_count, D: gl.constexpr):
-    """q_t of the one-pass kernel: Q's codes times 2^q_shift of their 32 tokens [heads, 4 q_count]. Programs: heads x query tiles."""
+def _transpose_queries(q_codes, q_t, q_shift, q_tiles, documents, heads, q_count, D: gl.constexpr):
+    """q_t of the one-pass kernel: Q's codes times 2^q_shift of their 32 tokens. Programs: heads x query tiles."""
     head = gl.program_id(0) % heads
     tile = gl.program_id(0) // heads
     document = gl.load(q_tiles + tile)
@@ -274,6 +274,6 @@ def transposed_queries(q_codes: Tensor, q_shift: Tensor, tiling: Tiling) -> Tens
     q_count = tiling.q_tiles.numel()
     q_t = torch.empty((heads, head_dim, TILE * q_count), dtype=torch.uint8, device=q_codes.device)
     with torch.cuda.device(q_codes.device):
-        transpose_queries[(heads * q_count,)](q_codes, q_t, q_shift, tiling.q_tiles, tiling.documents, heads, q_count, D=head_dim,
-                                              num_warps=4)
+        _transpose_queries[(heads * q_count,)](q_codes, q_t, q_shift, tiling.q_tiles, tiling.documents, heads, q_count, D=head_dim,
+                                               num_warps=4)
     return q_t

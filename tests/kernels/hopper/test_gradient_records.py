@@ -91,13 +91,13 @@ class TestInterpreted:
     def test_work_lists_every_key_block_once_longest_first(self, lengths, tail, align):
         tiling, *_, records = call(lengths, tail, align)
         expected = []
-        for n, (q_start, q_len, k_start, k_len, k_valid, q_tile, _, diagonal) in enumerate(tiling.documents.tolist()):
+        for n, (q_start, q_len, k_start, k_len, k_valid, q_tile, k_tile, diagonal) in enumerate(tiling.documents.tolist()):
             for block in range(-(-k_len // 128)):
                 shift = block * 128 - diagonal
                 first = max(shift, 0) // 64
                 number = max(-(-q_len // 64) - first, 0) if k_valid > block * 128 else 0
                 entry = [k_start + block * 128, k_len - block * 128, k_valid - block * 128, q_start, 2 * q_tile, q_len, first,
-                         number, shift, n]
+                         number, shift, n, k_tile + block]
                 expected.append((-number, len(expected), entry))
         count = records.count.item()
         assert count == len(expected)
