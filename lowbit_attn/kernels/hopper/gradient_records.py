@@ -45,8 +45,8 @@ def place_in_record(i):
     return (i % 64) // 16 * 16 + (within % 8) // 2 * 4 + within // 8 * 2 + i % 2
 
 
-@triton.jit(do_not_specialize=["groups", "q_count"])
-def _references(documents, do_group, reference, lifts, groups, q_count, LOWEST: tl.constexpr, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize=["groups", "q_count", "lowest"])
+def _references(documents, do_group, reference, lifts, groups, q_count, lowest, CHUNK: tl.constexpr):
     """One document of one key/value head."""
     row = documents + tl.program_id(0) * 8
     q_len = tl.load(row + 1)
@@ -54,17 +54,17 @@ def _references(documents, do_group, reference, lifts, groups, q_count, LOWEST: 
     tiles = (q_len + 63) // 64
     kv_head = tl.program_id(1).to(tl.int64)
     i, b = tl.arange(0, CHUNK), tl.arange(0, 2)
-    before = LOWEST
+    before = lowest
     for start in range(0, tiles, CHUNK):
         tile = tiles - 1 - start - i
-        own = tl.full([CHUNK], LOWEST, tl.float32)
+        own = tl.zeros([CHUNK], tl.float32) + lowest
         for g in range(0, groups):
             place = ((kv_head * groups + g) * q_count + first) * 4 + tile[:, None] * 2 + b[None, :]
             exists = (tile[:, None] >= 0) & (tile[:, None] * 64 + b[None, :] * 32 < q_len)
-            exponent = tl.load(do_group + place, mask=exists, other=LOWEST)
-            own = tl.maximum(own, tl.max(tl.where(exponent == exponent, exponent, LOWEST), 1))
+            exponent = tl.load(do_group + place, mask=exists, other=float("nan"))
+            own = tl.maximum(own, tl.max(tl.where(exponent == exponent, exponent, lowest), 1))
         running = tl.maximum(tl.associative_scan(own, 0, larger), before)
-        earlier = tl.maximum(tl.max(tl.where(i[None, :] < i[:, None], own[None, :], LOWEST), 1), before)
+        earlier = tl.maximum(tl.max(tl.where(i[None, :] < i[:, None], own[None, :], lowest), 1), before)
         lift = tl.where(start + i == 0, 1.0, tl.exp2(earlier - running))
         tl.store(reference + (kv_head * q_count + first) * 2 + tile, running, mask=tile >= 0)
         tl.store(lifts + (kv_head * q_count + first) * 2 + tile, lift, mask=tile >= 0)
@@ -175,8 +175,8 @@ def references(tiling: Tiling, group: Tensor, reference: Tensor, lifts: Tensor, 
     """The largest exponent [Hkv, 2 q_tiles] of 32 queries, in `group` [Hq, 4 q_tiles], from each tile to its document's end, and by
     how much the sums over the tiles after it are lifted, a power of two up to 1."""
     kv_heads, q_count = reference.shape[0], tiling.q_tiles.numel()
-    _references[(tiling.documents.shape[0], kv_heads)](tiling.documents, group, reference, lifts, groups, q_count, LOWEST=lowest,
-                                                       CHUNK=64, num_warps=1)
+    _references[(tiling.documents.shape[0], kv_heads)](tiling.documents, group, reference, lifts, groups, q_count, lowest, CHUNK=64,
+                                                       num_warps=1)
 
 
 def key_work(tiling: Tiling, work: Tensor, count: Tensor) -> None:

@@ -32,7 +32,7 @@ def _decoded(codes: Tensor, scales: Tensor, tiling: Tiling, column: int, packed:
 
 def _operands(saved: Sequence[Tensor], recipe: Recipe, tiling: Tiling, packed: bool) -> tuple[Tensor, ...]:
     """bf16 tiles of Q, K and V as the scores and dP read them, then of Q in dK and of K in dQ."""
-    query, q_scales, key, k_scales, value, v_scales, _ = saved
+    query, q_scales, key, k_scales, value, v_scales, *_ = saved  # these kernels read no row_top
     if recipe.saves_codes:
         q, k = _decoded(query, q_scales, tiling, 0, packed), _decoded(key, k_scales, tiling, 2, packed)
         return q, k, _decoded(value, v_scales, tiling, 2, packed), q, k
