@@ -103,6 +103,7 @@ def _backward_kernels(inputs: Inputs, grad: Tensor, recipe: str) -> TrainingCall
         return tuple(result) if packed else tuple(x.transpose(1, 2) for x in result)
 
     def run() -> tuple[Tensor, ...]:
+        prepared.made.grad_query.zero_()  # what quantizing dO does otherwise
         return kernels.run(prepared)
 
     return TrainingCall(run, run, gradients, sum(x.numel() * x.element_size() for x in (output, lse, *saved)))
