@@ -46,8 +46,10 @@ def test_the_machines_driver_comes_back():
 @pytest.mark.parametrize("call", list(dict.fromkeys(launches.calls(everything=True))), ids=str)
 def test_attention_launches_bind(call):
     names = {function.__name__ for function, *_ in launches.caught(call.launch)}
-    if call.backward:
+    if call.backward and call.deterministic:
         wanted = {"gradient_kernel", "key_gradients", "query_gradients"}
+    elif call.backward:
+        wanted = {"gradient_kernel", "_transpose_queries", "gradients", "finish_query"}
     elif resolve(call.recipe).qk.layout == "mx32":
         wanted = {"attention", "_quantize_qk", "_quantize_v", "_channel_maxima"}
     else:

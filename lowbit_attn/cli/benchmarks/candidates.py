@@ -44,6 +44,8 @@ def rows(workload: Workload, candidates: Sequence[Candidate], device: torch.devi
             reasons[number] = f"not run: {error}"
         except Exception as error:  # one broken contender must not cost the others their figures
             reasons[number] = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if device.type == "cuda":  # what finding the error took is in pieces that the next contender could not use
+            torch.cuda.empty_cache()
     timings = interleaved({number: x.run for number, x in prepared.items()}, device, rounds)
     found = []
     for number, candidate in enumerate(candidates):
