@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit_attn.kernels.hopper import nvfp4
 from lowbit_attn.kernels.hopper.attention import Config, descriptor, head_group, kernel_head_dim, processors
+from lowbit_attn.kernels.hopper.nvfp4_support import refusal
 from lowbit_attn.kernels.hopper.quantize_nvfp4 import Quantized, quantize_nvfp4
 from lowbit_attn.kernels.tiling import TILE, Tiling, lse_layout, tiling_of
 from lowbit_attn.recipes import Recipe
@@ -43,7 +44,10 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
             bottom_right: bool = False, key_lengths: Tensor | None = None, cu_seq: tuple[Tensor, Tensor] | None = None,
             save: bool = False) -> Prepared:
     """Tile and quantize one call; with `cu_seq` (query's and key's boundaries) the inputs are packed. `save` changes nothing: the
-    backward of these recipes reads the inputs."""
+    backward of these recipes reads the inputs. ValueError for what `nvfp4_support.refusal` names."""
+    recipe = recipe.effective()
+    if problem := refusal(recipe):
+        raise ValueError(f"recipe: {problem}")
     head_dim = query.shape[-1]
     dim = kernel_head_dim(head_dim)
     if dim != head_dim:  # no recipe served here rotates head_dims that need padding
