@@ -24,11 +24,10 @@ from lowbit_attn.kernels.hopper.forward import (
     operand,
     pack,
     raise_maximum,
-    rescale,
     spread,
     store_rows,
 )
-from lowbit_attn.kernels.hopper.inline import keep_visible, pass_turn, take_turn, uniform
+from lowbit_attn.kernels.hopper.inline import keep_visible, uniform
 
 LARGEST_LOG2: gl.constexpr = gl.constexpr(8.807354922057604)
 """log2 of E4M3's largest number: the scale of a block is the smallest power of two that brings its largest weight to it or below."""
@@ -89,7 +88,7 @@ def softmax(scores, factor, v_scale, limit, maximum, row_sum, THRESHOLD: gl.cons
         # A block is seen when its first key is; an unseen one may be broken.
         scale = gl.where(limit[:, None] >= block[None, :] * 32, scale, 0.0)
     if FIRST:
-        row_sum, decay = sums, new * 0.0 + 1.0
+        row_sum, decay = sums, gl.full([ROWS], 1.0, gl.float32, new.type.layout)
     else:
         decay = gl.exp2(maximum - new)
         row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
@@ -117,8 +116,10 @@ def add_block(accumulator, words, scale, v, BLOCK: gl.constexpr, FIRST: gl.const
 
 
 @gluon.jit
-def add_tile(accumulator, words, scales, v):
-    """accumulator + P V of a tile."""
+def add_tile(accumulator, decay, words, scales, v):
+    """accumulator * decay [64] + P V of a tile, words [64, 32] of codes with the scales [64, 4] of its blocks."""
+    # Always multiplied: a branch around it, as in `forward.rescale`, would spill here.
+    accumulator = accumulator * gl.convert_layout(decay, gl.SliceLayout(1, accumulator.type.layout))[:, None]
     words0, words1, words2, words3 = quarters(words)
     scale0, scale1, scale2, scale3 = quarters(scales)
     accumulator = add_block(accumulator, words0, scale0.reshape([ROWS]), v, 0, 0)
@@ -135,13 +136,13 @@ def start_scores(q, k, SCORES: gl.constexpr):
 
 @gluon.jit
 def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, v_scales, factor, limit, words, scales, maximum, row_sum,
-            decay, accumulator, THRESHOLD: gl.constexpr, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr,
-            D: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, L3: gl.constexpr):
+            decay, accumulator, THRESHOLD: gl.constexpr, MASKED: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+            OPERAND: gl.constexpr, L3: gl.constexpr):
     """P V of tile i, scores and softmax of tile i + 1."""
     stage = step % STAGES
     next_stage = (step + 1) % STAGES
     mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
-    accumulator = add_tile(accumulator * gl.convert_layout(decay, gl.SliceLayout(1, accumulator.type.layout))[:, None], words, scales, v_smem.index(stage))
+    accumulator = add_tile(accumulator, decay, words, scales, v_smem.index(stage))
     mbarrier.arrive(v_empty.index(stage), count=1)
     mbarrier.wait(k_full.index(next_stage), ((step + 1) // STAGES) & 1)
     scores = start_scores(q, k_smem.index(next_stage), SCORES)
@@ -165,8 +166,6 @@ def consume(out, lse, v_scale, work, count, q, k_smem, v_smem, q_full, q_empty, 
     L3: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, TILES))
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
     local = gl.arange(0, ROWS, ROW)
-    if WARPGROUPS == 2 and WARPGROUP == 1:
-        pass_turn(0)
     step = 0
     turn = 0
     entries = gl.load(count)
@@ -199,24 +198,19 @@ def consume(out, lse, v_scale, work, count, q, k_smem, v_smem, q_full, q_empty, 
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         for i in range(0, full - 1):
             step, words, scales, maximum, row_sum, decay, accumulator = advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full,
-                v_empty, v_scales, factor, limit, words, scales, maximum, row_sum, decay, accumulator, THRESHOLD, False, WARPGROUP,
-                WARPGROUPS, D, STAGES, SCORES, OPERAND, L3)
+                v_empty, v_scales, factor, limit, words, scales, maximum, row_sum, decay, accumulator, THRESHOLD, False, STAGES, SCORES, OPERAND, L3)
         for i in range(gl.maximum(full - 1, 0), mine - 1):
             step, words, scales, maximum, row_sum, decay, accumulator = advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full,
-                v_empty, v_scales, factor, limit, words, scales, maximum, row_sum, decay, accumulator, THRESHOLD, True, WARPGROUP,
-                WARPGROUPS, D, STAGES, SCORES, OPERAND, L3)
+                v_empty, v_scales, factor, limit, words, scales, maximum, row_sum, decay, accumulator, THRESHOLD, True, STAGES, SCORES, OPERAND, L3)
         stage = step % STAGES
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
-        accumulator = add_tile(accumulator * gl.convert_layout(decay, gl.SliceLayout(1, accumulator.type.layout))[:, None], words, scales, v_smem.index(stage))
+        accumulator = add_tile(accumulator, decay, words, scales, v_smem.index(stage))
         mbarrier.arrive(v_empty.index(stage), count=1)
         step += 1
         for i in range(mine, tiles):  # tiles that only the other warpgroup needs
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_full.index(stage), phase)
-            if WARPGROUPS == 2:
-                take_turn(WARPGROUP)
-                pass_turn(1 - WARPGROUP)
             mbarrier.arrive(k_empty.index(stage), count=1)
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage), count=1)
@@ -231,8 +225,6 @@ def consume(out, lse, v_scale, work, count, q, k_smem, v_smem, q_full, q_empty, 
         store_rows(out, result, q_row + WARPGROUP * ROWS, rows, heads, head, D)
         value = gl.where(empty, float("-inf"), (maximum + gl.log2(gl.where(empty, 1.0, denominator))) * 0.6931471805599453)
         gl.store(lse + side + local, value, mask=local < rows)
-    if WARPGROUPS == 2 and WARPGROUP == 0:
-        take_turn(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "factor", "GROUP"])

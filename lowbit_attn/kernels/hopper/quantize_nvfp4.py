@@ -53,18 +53,20 @@ def block_scales(maxima, TOKEN: gl.constexpr, TOP: gl.constexpr):
         line = gl.where(largest == 0, 127, scale_code(largest, TOP[0], TOP[1]))[:, None]
         scale = rounded(sixth * power(254 - line), 3, -6, 448.0) * power(line)
     else:
-        scale = rounded(sixth, 3, -6, 448.0)
+        scale = rounded(gl.minimum(sixth, 448.0), 3, -6, 448.0)  # `rounded` itself takes numbers up to 2^104
     return gl.where(broken, float("nan"), scale)
 
 
 @gluon.jit
-def numbers(x, scale):
+def numbers(x, scale, TOKEN: gl.constexpr):
     """x [128, n] in E2M1 with its blocks' scales [128, n / 8]: the numbers that codes and scales stand for."""
     BLOCKS: gl.constexpr = scale.shape[1]
     y = x.reshape([ROWS, BLOCKS, 8])
     whole = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(2, y.type.layout)), 2)
     # A scale that is zero holds nothing, and a NaN one makes NaN of everything.
     quotient = gl.where(whole == 0, 0.0, gl.div_rn(y, gl.where(whole == 0, 1.0, whole)))
+    if not TOKEN:  # without a power of two of the token a block may be far above what its scale reaches
+        quotient = gl.minimum(gl.maximum(quotient, -8.0), 8.0)
     return (rounded(quotient, 1, 0, 6.0) * whole).reshape([ROWS, BLOCKS * 8])
 
 
@@ -97,7 +99,7 @@ def quantize_kernel(q, k, v, q_out, k_out, v_t, v_scale, documents, q_tiles, k_t
                        (k_head if is_key else q_head).to(gl.int64), (k_channel if is_key else q_channel).to(gl.int64))
             even, odd = load_channels(x, document, start + first, head, strides, valid - first, D, ROTATE, QK_MODE, DTYPE)
             scale = block_scales(block_maxima(even, odd), TOKEN, TOP)
-            words = pair_bf16(numbers(even, scale), numbers(odd, scale))
+            words = pair_bf16(numbers(even, scale, TOKEN), numbers(odd, scale, TOKEN))
             # Words of two numbers where there are four codes: twice as many channels, as far as the addresses go.
             store_codes(k_out if is_key else q_out, words, (start + first).to(gl.int64), head, heads, length - first, 0, 2 * D)
     else:
