@@ -1,4 +1,4 @@
-"""Gluon device functions as plain Python on CPU tensors: arithmetic, masks, indices and order of what they do, not layouts or timing.
+"""Gluon device functions as plain Python on CPU tensors: arithmetic, masks, indices and order of what they do, not layouts.
 
 `on_cpu(module)` runs the bodies of a module's device functions with another `gl`: layouts are forgotten, copies to shared memory
 and barriers do nothing, wgmma is a matrix product in float32, a tile in shared memory is a tensor or a queue of them (`Ring`), and

@@ -30,7 +30,7 @@ from lowbit_attn.kernels.hopper.forward import (
 from lowbit_attn.kernels.hopper.inline import keep_visible, uniform
 
 LARGEST_LOG2: gl.constexpr = gl.constexpr(8.807354922057604)
-"""log2 of E4M3's largest number: the scale of a block is the smallest power of two that brings its largest weight to it or below."""
+"""log2 of E4M3's largest number: a block's scale is the smallest power of two that brings its largest weight down to it."""
 
 LOWEST: gl.constexpr = gl.constexpr(-3.0e38)
 """The maximum of a row that has seen no key, and no score above it: any other exceeds it, and what came before counts nothing."""
@@ -198,10 +198,12 @@ def consume(out, lse, v_scale, work, count, q, k_smem, v_smem, q_full, q_empty, 
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         for i in range(0, full - 1):
             step, words, scales, maximum, row_sum, decay, accumulator = advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full,
-                v_empty, v_scales, factor, limit, words, scales, maximum, row_sum, decay, accumulator, THRESHOLD, False, STAGES, SCORES, OPERAND, L3)
+                v_empty, v_scales, factor, limit, words, scales, maximum, row_sum, decay, accumulator, THRESHOLD, False, STAGES,
+                SCORES, OPERAND, L3)
         for i in range(gl.maximum(full - 1, 0), mine - 1):
             step, words, scales, maximum, row_sum, decay, accumulator = advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full,
-                v_empty, v_scales, factor, limit, words, scales, maximum, row_sum, decay, accumulator, THRESHOLD, True, STAGES, SCORES, OPERAND, L3)
+                v_empty, v_scales, factor, limit, words, scales, maximum, row_sum, decay, accumulator, THRESHOLD, True, STAGES,
+                SCORES, OPERAND, L3)
         stage = step % STAGES
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
         accumulator = add_tile(accumulator, decay, words, scales, v_smem.index(stage))

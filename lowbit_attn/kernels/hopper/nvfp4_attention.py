@@ -85,9 +85,9 @@ def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
     with torch.cuda.device(query.device):
         nvfp4.attention[(programs,)](
             _wide(q.view(-1, heads * dim), 64, dim), _wide(quantized.k.view(-1, kv_heads * dim), TILE, dim),
-            descriptor(quantized.v_t.view(kv_heads * dim, -1), dim, TILE), output, lse, quantized.v_scale, tiling.work, tiling.count,
-            heads=heads, groups=heads // kv_heads, head_stride=prepared.head_stride, document_extra=prepared.document_extra,
-            max_tiles=tiling.k_tiles.shape[0], factor=abs(prepared.factor),
+            descriptor(quantized.v_t.view(kv_heads * dim, -1), dim, TILE), output, lse, quantized.v_scale, tiling.work,
+            tiling.count, heads=heads, groups=heads // kv_heads, head_stride=prepared.head_stride,
+            document_extra=prepared.document_extra, max_tiles=tiling.k_tiles.shape[0], factor=abs(prepared.factor),
             GROUP=head_group(heads, kv_heads, 3 * quantized.v_t.numel() // kv_heads), **constants)
     return output if dim == prepared.head_dim else output[..., :prepared.head_dim].contiguous(), lse
 

@@ -1,10 +1,10 @@
 """Q and K in NVFP4, as the bfloat16 numbers that codes and scales stand for, and V's codes as `quantize` makes them.
 
 Equals `reference.operands` bit for bit: `working_qk`, then `formats.round_to_blocks` with layout nvfp16_token or nvfp16: an E2M1
-number times a UE4M3 scale of 16 channels and, in the first, a power of two of the token. The first product has up to six significant
-bits: for 225 of the 882 pairs of magnitude and scale, and for 21 % of the elements of normal inputs, E4M3's four do not hold it,
-whatever the power of two beside it. bfloat16 has eight, and the exponents of float32: each number is exact from 2^-133 on, so for
-tokens whose largest magnitude is 2^-111 or more.
+number times a UE4M3 scale of 16 channels and, in the first, a power of two of the token. The first product has up to six
+significant bits: for 225 of the 882 pairs of magnitude and scale, and for 21 % of the elements of normal inputs, E4M3's four do not
+hold it, whatever the power of two beside it. bfloat16 has eight, and the exponents of float32: each number is exact from 2^-133 on,
+so for tokens whose largest magnitude is 2^-111 or more.
 
     q, k        bfloat16 [tokens, heads, D]; the 16 channels of a block with NaN or Inf are NaN
     v_t         uint8 [Hkv, D, 128 k_tiles], E4M3 codes, keys in the order of `quantize`

@@ -47,7 +47,8 @@ def attend(q, k, v, *, causal=False, valid=None, recipe=RECIPE, scale=None):
     broken = coded.scales == 255
     codes = torch.where(broken[..., None], 0, coded.unscaled(recipe.v))
     # Keys (j, c, e) of each 16 as (c, j, e).
-    turned = [[t.unflatten(1, (-1, 2, 4, 2)).transpose(2, 3).flatten(1) for t in tiles_of(codes[0, h].T, 1)] for h in range(kv_heads)]
+    turned = [[t.unflatten(1, (-1, 2, 4, 2)).transpose(2, 3).flatten(1) for t in tiles_of(codes[0, head].T, 1)]
+              for head in range(kv_heads)]
     tiles = -(-keys // 128)
     v_scale = torch.ones(kv_heads, tiles * 4)
     blocks = torch.where(broken, torch.nan, formats.decode_e8m0(coded.scales))[0, :, ::32]
@@ -69,8 +70,8 @@ def attend(q, k, v, *, causal=False, valid=None, recipe=RECIPE, scale=None):
                     ring = [Ring(iter(list(x)[:count])) for x in (tiles_of(k_values[0, kv_head], 0), turned[kv_head])]
                     one_out, one_lse = torch.full((128, 1, dim), 7.0), torch.full((128,), 7.0)
                     nvfp4.consume(Pointer(one_out), Pointer(one_lse), Pointer(v_scale[kv_head].contiguous()), Pointer(work),
-                                  Pointer(torch.tensor([1], dtype=torch.int32)), Value(part), *ring, *[BARRIER] * 6, 1, 1, 0, 0, tiles,
-                                  scale * math.log2(math.e), 1, warpgroup, 2, recipe.max_threshold, dim, 3)
+                                  Pointer(torch.tensor([1], dtype=torch.int32)), Value(part), *ring, *[BARRIER] * 6, 1, 1, 0, 0,
+                                  tiles, scale * math.log2(math.e), 1, warpgroup, 2, recipe.max_threshold, dim, 3)
                     mine = slice(64 * warpgroup, min(64 * (warpgroup + 1), rows))
                     out[block + mine.start:block + max(mine.start, mine.stop), head] = one_out[mine, 0]
                     lse[head, block + mine.start:block + max(mine.start, mine.stop)] = one_lse[mine]
