@@ -3,12 +3,11 @@
     python tests/gates/compile_kernels.py [--everything] [--record [--accept-spills]] [--fresh] [--jobs N] [--json FILE] [NAME ...]
 
 A variant fails on register spills, on wgmma instructions that ptxas serialises, on matrix instructions other than the FP8 ones
-(and bfloat16 ones, in kernels that say so),
-and on more instructions in one of its main loops (innermost ones over matrix instructions; without any: in the whole kernel)
-than recorded.json has for this Triton version. --record writes the figures as they are now into recorded.json; do that when a
-rise is meant, and say why in docs/kernel-log.md. Spills can be accepted too, by --accept-spills; they then stand in
-recorded.json, those of main loops apart, may not grow, and docs/kernel-log.md says why they stay. Names are prefixes of variants;
-by default all of them are compiled.
+(MIXED: and bfloat16 ones), and on more instructions in one of its main loops (innermost ones over matrix instructions; without
+any: in the whole kernel) than recorded.json has for this Triton version. --record writes the figures as they are now into
+recorded.json; do that when a rise is meant, and say why in docs/kernel-log.md. Spills can be accepted too, by --accept-spills;
+they then stand in recorded.json, those of main loops apart, may not grow, and docs/kernel-log.md says why they stay. Names are
+prefixes of variants; by default all of them are compiled.
 
 What is compiled: what attention launches (launches.py), and what a kernel module lists: `variants()` yields (name, jit function,
 signature, constants, attributes, options), the arguments of Triton's ASTSource and compile. With a parameter,
@@ -59,7 +58,7 @@ MIXED = "nvfp4-"
 SERIALISED = re.compile(r"C751[0-7].*")
 
 Figures = dict[str, Any]
-"""Of a variant in recorded.json: "instructions" of each main loop, the largest first; the number of FP8 products; accepted bytes
+"""Of a variant in recorded.json: "instructions" of each main loop, the largest first; the number of products; accepted bytes
 "spilled" and instructions "loop_spills" in main loops, if any."""
 
 Variant = tuple[str, JITFunction, dict[str, str], dict[str, Any], dict[tuple[int, ...], list], dict[str, Any]]
