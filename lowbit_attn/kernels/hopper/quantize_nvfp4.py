@@ -49,8 +49,7 @@ def block_scales(maxima, TOKEN: gl.constexpr, TOP: gl.constexpr):
     broken = (maxima.to(gl.int32, bitcast=True) & 0x7FFFFFFF) >= 0x7F800000
     sixth = gl.div_rn(gl.where(broken, 0.0, maxima), 6.0)
     if TOKEN:
-        largest = gl.reduce(sixth, 1, _larger)
-        line = gl.where(largest == 0, 127, scale_code(largest, TOP[0], TOP[1]))[:, None]
+        line = scale_code(gl.reduce(sixth, 1, _larger), TOP[0], TOP[1])[:, None]
         scale = rounded(sixth * power(254 - line), 3, -6, 448.0) * power(line)
     else:
         scale = rounded(gl.minimum(sixth, 448.0), 3, -6, 448.0)  # `rounded` itself takes numbers up to 2^104

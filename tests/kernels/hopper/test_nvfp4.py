@@ -135,8 +135,13 @@ class TestKernel:
     @pytest.mark.parametrize("operand", range(3), ids="qkv")
     def test_a_broken_input_breaks_the_rows_that_read_its_block_and_no_other(self, operand, value, causal):
         tensors = list(inputs(300, 300))
-        tensors[operand][0, 0, 133, 7] = value
+        tensors[operand][0, 0, 170, 7] = value  # rows 128 to 159 read the tile of this block and not the block
         compare(*tensors, causal=causal)
+
+    def test_scores_that_are_minus_infinity_count_nothing_beside_others(self):
+        q, k, v = inputs(70, 300)
+        q[:], k[:, :, :128], k[:, :, 128:] = 1e20, -1e20, k[:, :, 128:] * 1e-20
+        compare(q, k, v)
 
     @pytest.mark.parametrize("change", [64, 133, 160])
     def test_later_keys_move_no_earlier_block_by_a_bit(self, change):
