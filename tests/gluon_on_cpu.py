@@ -8,7 +8,7 @@ inline PTX is what its docstring says (tests/gpu/test_hopper_inline.py holds the
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -125,21 +125,43 @@ class Pointer:
         self.memory.view(-1)[offset[mask].long()] = value[mask]
 
 
-class Ring:
-    """Tiles in the order in which a loader fills a ring: each is looked at once."""
+class Tiles(Value):
+    """Shared memory of one tile or a ring of them, in the order of loading. Waiting for `full` brings the next tile."""
 
-    def __init__(self, tiles: Iterator[torch.Tensor]) -> None:
-        self.tiles = tiles
+    def __init__(self, loaded: Iterable[torch.Tensor] = ()) -> None:
+        self.loaded, self.position, self.full = list(loaded), -1, SimpleNamespace(index=lambda stage: self)
 
-    def index(self, stage: Any) -> Value:
-        return Value(next(self.tiles))
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.loaded[self.position]
 
-
-class Memory(Value):
-    """Shared memory that stays: `index` gives the same again."""
-
-    def index(self, number: Any) -> Memory:
+    def index(self, stage: Any) -> Tiles:
         return self
+
+    def filled(self) -> None:
+        self.position += 1
+
+
+class Slots:
+    """Shared memory of a tile for each consumer, filled together."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Tiles() for _ in range(count)]
+
+    def index(self, number: Any) -> Tiles:
+        return self.slots[int(raw(number))]
+
+    def filled(self) -> None:
+        for slot in self.slots:
+            slot.filled()
+
+
+def load_tile(descriptor: Any, place: Any, barrier: Any, destination: Tiles) -> None:
+    """A bulk tensor copy: zeros past the end."""
+    row, column = (int(raw(x)) for x in place)
+    rows, columns = descriptor.block_shape
+    part = descriptor.base[row:row + rows, column:column + columns].float()
+    destination.loaded.append(torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows - part.shape[0])))
 
 
 def _reduced(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
@@ -216,7 +238,13 @@ INLINE = {
     "pair_bf16": _pair_bf16, "uniform": lambda x: x, "take_turn": lambda _: None, "pass_turn": lambda _: None,
     "nan_maximum": lambda a, b: Value(torch.maximum(a.data, b.data))}
 
-NOTHING = SimpleNamespace(wait=lambda *_: None, arrive=lambda *_, **__: None)
+def _wait(barrier: Any, phase: Any) -> None:
+    """A barrier that has something to tell is told that it was waited for."""
+    if hasattr(barrier, "filled"):
+        barrier.filled()
+
+
+NOTHING = SimpleNamespace(wait=_wait, arrive=lambda *_, **__: None, expect=lambda *_: None)
 BARRIER = SimpleNamespace(index=lambda _: None)
 """A barrier, or a ring of them."""
 
@@ -234,8 +262,9 @@ def on_cpu(*modules: ModuleType) -> Iterator[None]:
         names = {name: body_of(value) for name, value in vars(module).items() if type(value).__name__ == "GluonJITFunction"}
         names |= {name: value.value for name, value in vars(module).items() if type(value).__name__ == "constexpr"}
         names |= {name: value for name, value in INLINE.items() if hasattr(module, name)}
+        names |= {"tma_load": load_tile} if hasattr(module, "tma_load") else {}
         if hasattr(module, "warpgroup_mma"):
-            names |= {"warpgroup_mma": _warpgroup_mma, "mbarrier": NOTHING,
+            names |= {"warpgroup_mma": _warpgroup_mma, "mbarrier": NOTHING, "fence_async_shared": lambda: None,
                       "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0]}
         replaced.append(patch.multiple(module, gl=LANGUAGE, **names))
     for replacement in replaced:

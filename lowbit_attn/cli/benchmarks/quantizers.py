@@ -84,7 +84,8 @@ def _hopper(inputs: Inputs, recipe: Recipe, save: bool) -> Callable[[], Any]:
         tiling = dense_tiling(operands[0], operands[1].shape[1], align="none", key_lengths=None, block_rows=128)
     packed = inputs.cu is not None
     if recipe.qk.layout.startswith("nvfp16"):
-        return lambda: quantize_nvfp4(*operands, tiling, recipe, packed=packed)
+        rotate = recipe.rotates(operands[0].shape[-1])
+        return lambda: quantize_nvfp4(*operands, tiling, recipe, rotate=rotate, packed=packed)
     if recipe.qk.layout == "mx32":
         head_dim = operands[0].shape[-1]
         scale = head_dim**-0.5 * LOG2E if recipe.q_prescale else 1.0

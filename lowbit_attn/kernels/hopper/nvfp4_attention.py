@@ -56,7 +56,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     tiling = tiling_of(query, key.shape[-3], CONFIGS[dim].warpgroups * 64, is_causal=is_causal, bottom_right=bottom_right,
                        key_lengths=key_lengths, cu_seq=cu_seq)
     lse_shape, head_stride, document_extra = lse_layout(query, packed)
-    quantized = quantize_nvfp4(query, key, value, tiling, recipe, packed=packed)
+    quantized = quantize_nvfp4(query, key, value, tiling, recipe, rotate=recipe.rotates(head_dim), packed=packed)
     scale = head_dim**-0.5 if scale is None else scale
     return Prepared(tiling, quantized, recipe, query, head_dim, key.shape[-2], head_stride, document_extra,
                     scale * math.log2(math.e), lse_shape)

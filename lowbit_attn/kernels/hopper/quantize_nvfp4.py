@@ -116,7 +116,8 @@ class Quantized:
     v_scale: Tensor
 
 
-def quantize_nvfp4(query: Tensor, key: Tensor, value: Tensor, tiling: Tiling, recipe: Recipe, *, packed: bool) -> Quantized:
+def quantize_nvfp4(query: Tensor, key: Tensor, value: Tensor, tiling: Tiling, recipe: Recipe, *, rotate: bool,
+                   packed: bool) -> Quantized:
     """Quantize query [B, Sq, Hq, D], key and value [B, Sk, Hkv, D], or packed [T, H, D], of `tiling`'s documents; D of HEAD_DIMS.
 
     bf16, fp16 or fp32 in any strides, all of one dtype. Keys at or past a document's valid ones count as zero, as do the rows of
@@ -134,7 +135,7 @@ def quantize_nvfp4(query: Tensor, key: Tensor, value: Tensor, tiling: Tiling, re
     if programs == 0:
         return result
     qk_mode, v_mode = mode_of(query, key), mode_of(value)
-    constants: dict[str, Any] = {"D": head_dim, "ROTATE": recipe.rotates(head_dim), "TOKEN": recipe.qk.layout == "nvfp16_token",
+    constants: dict[str, Any] = {"D": head_dim, "ROTATE": rotate, "TOKEN": recipe.qk.layout == "nvfp16_token",
                                  "QK_MODE": qk_mode, "V_MODE": v_mode, "DTYPE": DTYPES[query.dtype], "TOP": bound(E4M3.max_value)}
     with torch.cuda.device(query.device):
         quantize_kernel[(programs,)](

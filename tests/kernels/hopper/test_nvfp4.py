@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from gluon_on_cpu import BARRIER, Pointer, Ring, Value, on_cpu
+from gluon_on_cpu import BARRIER, Pointer, Tiles, Value, on_cpu
 
 from lowbit_attn import formats
 from lowbit_attn.recipes import Operand, resolve
@@ -67,11 +67,12 @@ def attend(q, k, v, *, causal=False, valid=None, recipe=RECIPE, scale=None):
                     first = block + 64 * warpgroup
                     part = torch.zeros(64, dim)
                     part[:max(0, queries - first)] = q_values[0, head, first:first + 64]
-                    ring = [Ring(iter(list(x)[:count])) for x in (tiles_of(k_values[0, kv_head], 0), turned[kv_head])]
+                    ring = [Tiles(list(x)[:count]) for x in (tiles_of(k_values[0, kv_head], 0), turned[kv_head])]
+                    barriers = [BARRIER, BARRIER, ring[0].full, BARRIER, ring[1].full, BARRIER]
                     one_out, one_lse = torch.full((128, 1, dim), 7.0), torch.full((128,), 7.0)
                     nvfp4.consume(Pointer(one_out), Pointer(one_lse), Pointer(v_scale[kv_head].contiguous()), Pointer(work),
-                                  Pointer(torch.tensor([1], dtype=torch.int32)), Value(part), *ring, *[BARRIER] * 6, 1, 1, 0, 0,
-                                  tiles, scale * math.log2(math.e), 1, warpgroup, 2, recipe.max_threshold, dim, 3)
+                                  Pointer(torch.tensor([1], dtype=torch.int32)), Value(part), *ring, *barriers, 1, 1, 0, 0, tiles,
+                                  scale * math.log2(math.e), 1, warpgroup, 2, recipe.max_threshold, dim, 3)
                     mine = slice(64 * warpgroup, min(64 * (warpgroup + 1), rows))
                     out[block + mine.start:block + max(mine.start, mine.stop), head] = one_out[mine, 0]
                     lse[head, block + mine.start:block + max(mine.start, mine.stop)] = one_lse[mine]
