@@ -23,13 +23,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     """Output, lse and the six tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq`, packed [T, H, D]."""
     from lowbit_attn.kernels.hopper import attention
 
+    if save and not recipe.saves_codes:  # the backward reads the inputs
+        output, lse, *_ = forward(query, key, value, recipe, scale=scale, is_causal=is_causal, save=False,
+                                  bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
+        return (output, lse, *saved_inputs(query, key, value, recipe))
     kernels = host(recipe)
     prepared = kernels.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
                                key_lengths=key_lengths, cu_seq=cu_seq, save=save)
-    saved: tuple[Tensor, ...] | list[Tensor] = empty_saved(query, key, value, recipe, False)
-    if save:
-        codes = recipe.saves_codes
-        saved = attention.saved_for_backward(prepared) if codes else saved_inputs(query, key, value, recipe)
+    saved = attention.saved_for_backward(prepared) if save else empty_saved(query, key, value, recipe, False)
     return (*kernels.run(prepared), *saved)
 
 

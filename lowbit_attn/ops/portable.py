@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lowbit_attn.ops.saved import empty_saved, saved_inputs
+from lowbit_attn.ops.saved import empty_saved
 from lowbit_attn.recipes import Recipe
 
 
@@ -14,10 +14,12 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
 
     prepared = attention.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
                                  key_lengths=key_lengths, cu_seq=cu_seq, save=save)
-    saved: tuple[Tensor, ...] | list[Tensor] = empty_saved(query, key, value, recipe, False)
-    if save:
-        codes = recipe.saves_codes
-        saved = attention.saved_for_backward(prepared) if codes else saved_inputs(query, key, value, recipe)
+    saved: tuple[Tensor, ...] | list[Tensor] = empty_saved(query, key, value, recipe, save)
+    if save and recipe.saves_codes:
+        saved = attention.saved_for_backward(prepared)
+    elif save:
+        for copy, x in zip(saved[::2], (query, key, value), strict=True):
+            copy.copy_(x)
     return (*attention.run(prepared), *saved)
 
 
