@@ -54,13 +54,17 @@ class Backend:
 
 
 def _hopper_refusal(recipe: Recipe, device: Device) -> str | None:
-    """What the kernels of `kernels.hopper` compute: blocks of 32 along contraction axes (`grids`); token blocks, V folded into P,
-    two kinds of softmax (`attention`)."""
+    """What the kernels of `kernels.hopper` compute: NVFP4 scores (`nvfp4_support`); blocks of 32 along contraction axes (`grids`);
+    token blocks, V folded into P, two kinds of softmax (`attention`)."""
     if device.architecture != "sm_90":
         return f"needs sm_90, this device is {device}"
     if find_spec("triton") is None:
         return "needs the package triton, which is not installed"
     effective = recipe.effective()
+    if effective.qk.layout.startswith("nvfp16"):
+        from lowbit_attn.kernels.hopper import nvfp4_support
+
+        return nvfp4_support.refusal(effective)
     if effective.qk.layout == "mx32":
         from lowbit_attn.kernels.hopper import grids
 
@@ -75,6 +79,12 @@ def _hopper_refusal(recipe: Recipe, device: Device) -> str | None:
     if softmax not in accepted or effective.maximum != "lazy" or effective.q_prescale or effective.key_tile != TILE:
         return f"its kernels have no softmax like that of {recipe.canonical}"
     return None
+
+
+def _hopper_precision(recipe: Recipe, device: Device) -> str:
+    if recipe.qk.layout.startswith("nvfp16"):
+        return "bf16 tensor cores for Q K, which hold its numbers exactly, fp8 ones for P V; compiled, not yet run on a device"
+    return "fp8 tensor cores"
 
 
 def _portable_refusal(recipe: Recipe, device: Device) -> str | None:
@@ -105,7 +115,7 @@ def _cdna4_refusal(recipe: Recipe, device: Device) -> str | None:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("hopper", "fp8 tensor cores", _hopper_refusal),
+        Backend("hopper", _hopper_precision, _hopper_refusal),
         Backend("cdna4", "native: MX matrix cores, by kernels that were compiled and emulated and have not run on a device; "
                 "`lowbit-attn check --backend cdna4` runs them", _cdna4_refusal, takes_wide_heads=False),
         Backend("triton", _portable_precision, _portable_refusal),

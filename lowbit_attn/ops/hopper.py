@@ -4,14 +4,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit_attn.ops.saved import empty_saved
+from lowbit_attn.ops.saved import empty_saved, saved_inputs
 from lowbit_attn.recipes import Recipe
 
 
 def host(recipe: Recipe) -> Any:
     """The host side of the kernels that compute a recipe: a module with `prepare` and `run`."""
-    from lowbit_attn.kernels.hopper import attention, block_attention
+    from lowbit_attn.kernels.hopper import attention, block_attention, nvfp4_attention
 
+    if recipe.qk.layout.startswith("nvfp16"):
+        return nvfp4_attention
     return block_attention if recipe.qk.layout == "mx32" else attention
 
 
@@ -21,6 +23,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     """Output, lse and the seven tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq`, packed [T, H, D]."""
     from lowbit_attn.kernels.hopper import attention
 
+    if save and not recipe.saves_codes:  # the backward reads the inputs
+        output, lse, *_ = forward(query, key, value, recipe, scale=scale, is_causal=is_causal, save=False,
+                                  bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
+        return (output, lse, *saved_inputs(query, key, value, recipe))
     kernels = host(recipe)
     prepared = kernels.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
                                key_lengths=key_lengths, cu_seq=cu_seq, save=save)
@@ -34,6 +40,8 @@ def backward_refusal(recipe: Recipe, head_dim: int) -> str | None:
     """Why the kernels have no backward for a recipe whose forward they run, or None if they have one."""
     from lowbit_attn.kernels.hopper import backward
 
+    if not recipe.saves_codes:
+        return f"its kernels read saved codes; {recipe.canonical} saves the inputs"
     return backward.refusal(recipe, head_dim)
 
 

@@ -30,6 +30,14 @@ def empty_saved(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, save:
     return tensors
 
 
+def saved_inputs(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe) -> list[Tensor]:
+    """What a recipe that saves no codes saves: fresh contiguous copies of the inputs."""
+    tensors = empty_saved(query, key, value, recipe, True)
+    for copy, x in zip(tensors[:6:2], (query, key, value), strict=True):
+        copy.copy_(x)
+    return tensors
+
+
 def flatten_saved(saved: Saved, packed: bool) -> list[Tensor]:
     """The reference's Saved as seven fresh contiguous tensors; dense ones turn from [B, H, S, D] to [B, S, H, D]."""
     tensors = []

@@ -2,12 +2,12 @@
 
     python tests/gates/compile_kernels.py [--everything] [--record [--accept-spills]] [--fresh] [--jobs N] [--json FILE] [NAME ...]
 
-A variant fails on register spills, on wgmma instructions that ptxas serialises, on matrix instructions other than the FP8 ones,
-and on more instructions in one of its main loops (innermost ones over matrix instructions; without any: in the whole kernel)
-than recorded.json has for this Triton version. --record writes the figures as they are now into recorded.json; do that when a
-rise is meant, and say why in docs/kernel-log.md. Spills can be accepted too, by --accept-spills; they then stand in
-recorded.json, those of main loops apart, may not grow, and docs/kernel-log.md says why they stay. Names are prefixes of variants;
-by default all of them are compiled.
+A variant fails on register spills, on wgmma instructions that ptxas serialises, on matrix instructions other than the FP8 ones
+(MIXED: and bfloat16 ones), and on more instructions in one of its main loops (innermost ones over matrix instructions; without
+any: in the whole kernel) than recorded.json has for this Triton version. --record writes the figures as they are now into
+recorded.json; do that when a rise is meant, and say why in docs/kernel-log.md. Spills can be accepted too, by --accept-spills;
+they then stand in recorded.json, those of main loops apart, may not grow, and docs/kernel-log.md says why they stay. Names are
+prefixes of variants; by default all of them are compiled.
 
 What is compiled: what attention launches (launches.py), and what a kernel module lists: `variants()` yields (name, jit function,
 signature, constants, attributes, options), the arguments of Triton's ASTSource and compile. With a parameter,
@@ -52,11 +52,13 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 VERSION = ".".join(triton.__version__.split(".")[:2])
 RECORDED = HERE / "recorded.json"
 MATRIX = ("HMMA", "IMMA", "DMMA", "BMMA", "HGMMA", "IGMMA", "BGMMA", "QGMMA")
-FP8 = "QGMMA"
+FP8, BF16 = "QGMMA", "HGMMA"
+MIXED = "nvfp4-"
+"""How the names begin of variants that multiply in bfloat16 too: numbers that E4M3 does not hold (`kernels.hopper.nvfp4`)."""
 SERIALISED = re.compile(r"C751[0-7].*")
 
 Figures = dict[str, Any]
-"""Of a variant in recorded.json: "instructions" of each main loop, the largest first; the number of FP8 products; accepted bytes
+"""Of a variant in recorded.json: "instructions" of each main loop, the largest first; the number of products; accepted bytes
 "spilled" and instructions "loop_spills" in main loops, if any."""
 
 Variant = tuple[str, JITFunction, dict[str, str], dict[str, Any], dict[tuple[int, ...], list], dict[str, Any]]
@@ -84,8 +86,9 @@ class Compiled:
     @property
     def counted(self) -> Figures:
         """The figures that recorded.json holds."""
-        return {"instructions": self.loops or [self.total], FP8: self.matrix.get(FP8, 0), "spilled": self.spilled,
-                "loop_spills": self.loop_spills}
+        figures = {"instructions": self.loops or [self.total], FP8: self.matrix.get(FP8, 0), "spilled": self.spilled,
+                   "loop_spills": self.loop_spills}
+        return figures | ({BF16: self.matrix[BF16]} if BF16 in self.matrix and self.name.startswith(MIXED) else {})
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -177,14 +180,16 @@ def problems(compiled: Compiled, recorded: Figures | None) -> list[str]:
     accepted = (recorded or {}).get("spilled", 0)
     if compiled.spilled > accepted:
         found.append(f"spills {compiled.spilled} bytes of registers" + (f", recorded {accepted}" if accepted else ""))
-    found += [f"{count} {opcode} where FP8 ({FP8}) is meant" for opcode, count in compiled.matrix.items() if opcode != FP8]
+    meant = (FP8, BF16) if compiled.name.startswith(MIXED) else (FP8,)
+    found += [f"{count} {opcode} where FP8 ({FP8}) is meant" for opcode, count in compiled.matrix.items() if opcode not in meant]
     if recorded:
         now = compiled.counted
         here, there = now["instructions"], recorded["instructions"]
         if len(here) != len(there) or any(count > limit for count, limit in zip(here, there, strict=True)):
             found.append(f"{here} instructions in the main loops, recorded {there}")
-        if now[FP8] != recorded[FP8]:
-            found.append(f"{now[FP8]} {FP8}, recorded {recorded[FP8]}")
+        for opcode in (FP8, BF16):
+            if now.get(opcode, 0) != recorded.get(opcode, 0):
+                found.append(f"{now.get(opcode, 0)} {opcode}, recorded {recorded.get(opcode, 0)}")
     return found
 
 
@@ -229,7 +234,7 @@ def main() -> int:
     results = compiling.results_of(found, compile_variant, Compiled, options.jobs, cached, options.fresh)
     by_version = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else {}
     if options.record:
-        kept = {"instructions", FP8, *(["spilled", "loop_spills"] if options.accept_spills else [])}
+        kept = {"instructions", FP8, BF16, *(["spilled", "loop_spills"] if options.accept_spills else [])}
         by_version[VERSION] = {x.name: {key: value for key, value in x.counted.items() if key in kept and (value or key == FP8)}
                                for x in sorted(results, key=lambda result: result.name)}
         RECORDED.write_text(as_text(by_version), encoding="utf-8")

@@ -83,6 +83,9 @@ class Call:
 
 
 RECIPES = ("mxfp8", "mxfp8_fast")
+MIXED = "nvfp4_fp8"
+"""The recipe whose scores are bfloat16 products."""
+
 BLOCK_RECIPES = ("fused_mxfp6", "fused_mxfp8", "mxattention", "mxfp4_ocp")
 """Never causal. fused_mxfp4's kernel is fused_mxfp6's."""
 
@@ -97,10 +100,13 @@ def calls(everything: bool) -> Iterator[Call]:
         yield Call("mxfp8", head_dim, backward=True, deterministic=deterministic)
     for recipe in ("fused_mxfp6", "mxattention"):
         yield Call(recipe, 128, causal=False)
+    yield from (Call(MIXED, head_dim) for head_dim in HEAD_DIMS)
     if everything:
         yield from (Call(recipe, head_dim, causal=False) for recipe, head_dim in product(BLOCK_RECIPES, HEAD_DIMS))
         for dtype, packed in product((torch.float16, torch.float32), (False, True)):
             yield Call("fused_mxfp4", 128, dtype, False, packed)
+        for dtype, packed in product((torch.float16, torch.float32), (False, True)):
+            yield Call(MIXED, 128, dtype, not packed, packed)
         for recipe, head_dim, dtype in product(RECIPES, (96, 128), (torch.float16, torch.float32)):
             yield Call(recipe, head_dim, dtype)
         for recipe, causal, packed in product(RECIPES, (False, True), (False, True)):

@@ -106,11 +106,11 @@ def gpu_run(tmp_path):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "test_absent.py").write_text("import pytest\n\npytest.importorskip('no_such_package')\n")
 
-    def run(before=""):
+    def run(before="", *arguments):
         conftest = tmp_path / "conftest.py"
         conftest.write_text(before + conftest.read_text(encoding="utf-8"))
         environment = os.environ | {"LOWBIT_ATTN_GPU_RECORD": str(tmp_path / "out" / "record.json"), "PYTHONPATH": str(ROOT)}
-        result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."], cwd=tmp_path,
+        result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "."], cwd=tmp_path,
                                 env=environment, capture_output=True, text=True, check=False)
         return result, tmp_path / "out" / "record.json"
 
@@ -128,6 +128,26 @@ def test_a_run_writes_every_outcome_and_the_kernels_it_ran(gpu_run):
     assert record["outcomes"] == {
         "test_sample.py::test_bad": "failed", "test_sample.py::test_broken": "error", "test_sample.py::test_good": "passed",
         "test_sample.py::test_left_out": "skipped: Skipped: needs two GPUs"}
+
+
+def test_a_second_run_of_the_same_kernels_replaces_what_it_ran_again(gpu_run, tmp_path):
+    _, path = gpu_run(FAKE_GPU)
+    sample = tmp_path / "test_sample.py"
+    sample.write_text(SAMPLE.replace("assert False", "assert True"))
+    first = json.loads(path.read_text())
+    gpu_run("", "-k", "test_bad")
+    second = json.loads(path.read_text())
+    assert first["outcomes"].pop("test_sample.py::test_bad") == "failed"
+    assert second["outcomes"].pop("test_sample.py::test_bad") == "passed"
+    assert second["outcomes"] == first["outcomes"]
+    assert second["command"] == f"{first['command']}; pytest -q -p no:cacheprovider -k test_bad ."
+
+
+def test_a_run_of_other_kernels_starts_anew(gpu_run):
+    _, path = gpu_run(FAKE_GPU)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kernels": "others"}))
+    gpu_run("", "-k", "test_good")
+    assert json.loads(path.read_text())["outcomes"].keys() == {"test_sample.py::test_good", "test_absent.py"}
 
 
 def test_without_a_gpu_nothing_is_recorded_and_the_run_fails(gpu_run):

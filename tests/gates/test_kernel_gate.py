@@ -76,6 +76,16 @@ def test_products_in_bf16_are_refused():
     assert "HGMMA where FP8 (QGMMA) is meant" in problem
 
 
+@pytest.mark.parametrize(("recorded", "problem"), [({"HGMMA": 24}, None), ({"HGMMA": 12}, "24 HGMMA, recorded 12"),
+                                                   ({}, "24 HGMMA, recorded 0")])
+def test_products_in_bf16_pass_where_they_are_meant_and_are_counted(recorded, problem):
+    compiled = Compiled(f"{compile_kernels.MIXED}x", loops=[9], matrix={"QGMMA": 8, "HGMMA": 24}, total=99)
+    assert compiled.counted["HGMMA"] == 24
+    assert problems(compiled, {"instructions": [9], "QGMMA": 8, **recorded}) == ([problem] if problem else [])
+    assert problems(Compiled("x", loops=[9], matrix={"QGMMA": 8, "HGMMA": 24}, total=99), None) == [
+        "24 HGMMA where FP8 (QGMMA) is meant"]
+
+
 def test_what_does_not_compile_is_a_problem_with_the_compilers_words():
     name, function, signature, constants, attributes, options = product_variant("fp8e4nv")
     compiled = compile_variant((name, function, signature | {"b": "*fp32"}, constants, attributes, options))

@@ -59,6 +59,16 @@ def adversarial():
             "mean": (q, k, v + 2)}
 
 
+def climbing():
+    """Inputs that try a maximum which is raised rarely, or never after the first tile."""
+    q, k, v = inputs(1, 1100, 1100, 2, 2, 128)
+    tile = torch.arange(1100, device="cuda")[:, None] // 128
+    high, low, stairs = k.clone(), 20 * k, (k * tile * 4).to(k.dtype)
+    high[:, :, :128] *= 20
+    low[:, :, :128] *= 2.0**-11
+    return {"first tile far above": (q, high, v), "first tile far below": (q, low, v), "staircase": (q, stairs, v)}
+
+
 def packed(lengths, heads, kv_heads, head_dim, tail, keys=None):
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     cu_k = cu if keys is None else torch.tensor([0, *torch.tensor(keys).cumsum(0).tolist()], dtype=torch.int32, device="cuda")

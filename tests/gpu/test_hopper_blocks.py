@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hopper_inputs import DOCUMENTS, SHAPES, adversarial, inputs, normal, packed, padded_keys, relative, scores
+from hopper_inputs import DOCUMENTS, SHAPES, adversarial, climbing, inputs, normal, packed, padded_keys, relative, scores
 
 import lowbit_attn
 from lowbit_attn.ops import LowbitFallbackWarning
@@ -98,16 +98,6 @@ class TestOptions:
         assert output.shape == (shape[0], 2, shape[1], 64)
         assert (output == 0).all()
         assert lse.isneginf().all()
-
-
-def climbing():
-    """Inputs that try a maximum which is frozen after the first tile."""
-    q, k, v = inputs(1, 1100, 1100, 2, 2, 128)
-    tile = torch.arange(1100, device="cuda")[:, None] // 128
-    high, low, stairs = k.clone(), 20 * k, (k * tile * 4).to(k.dtype)
-    high[:, :, :128] *= 20
-    low[:, :, :128] *= 2.0**-11
-    return {"first tile far above": (q, high, v), "first tile far below": (q, low, v), "staircase": (q, stairs, v)}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

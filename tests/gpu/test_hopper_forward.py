@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from hopper_inputs import DOCUMENTS, SHAPES, adversarial, inputs, normal, packed, padded_keys, relative, scores
+from hopper_inputs import DOCUMENTS, SHAPES, adversarial, climbing, inputs, normal, packed, padded_keys, relative, scores
 
 import lowbit_attn
 from lowbit_attn.ops import LowbitFallbackWarning
@@ -18,7 +18,9 @@ from lowbit_attn.ops import LowbitFallbackWarning
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
                                                   reason="needs a Hopper GPU")]
 
-RECIPES = ("mxfp8", "mxfp8_fast")
+FP8_RECIPES = ("mxfp8", "mxfp8_fast")
+RECIPES = (*FP8_RECIPES, "nvfp4_fp8")
+"""What `test_hopper_nvfp4` adds is what the first two have in another form, or not at all."""
 
 
 def assert_close(actual, expected, x, head_dim, recipe):
@@ -94,10 +96,9 @@ class TestOptions:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["sharp", "climbing", "falling", "late spike", "wild values", "quiet values", "outlier", "zeros",
-                                  "tiny",
-                                  "mean"])
+                                  "tiny", "mean", "first tile far above", "first tile far below", "staircase"])
 def test_adversarial_inputs(name, recipe, causal):
-    compare(*adversarial()[name], recipe, is_causal=causal)
+    compare(*(adversarial() | climbing())[name], recipe, is_causal=causal)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -161,7 +162,7 @@ class TestCausality:
         assert not torch.equal(before[:, :, change:], after[:, :, change:])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 class TestInjectedScores:
     def test_exact_scores_give_exact_outputs(self, recipe):
         # Query row i is one-hot: its scores are the whole numbers in channel i of K, its weights powers of two.
@@ -176,7 +177,7 @@ class TestInjectedScores:
         torch.testing.assert_close(lse, reference_lse, rtol=2.0**-20, atol=0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 @pytest.mark.parametrize("keys", [32768, pytest.param(131072, marks=pytest.mark.full)])
 def test_accumulation_error_stays_small_over_many_keys(recipe, keys):
     q, k, v = normal(1, 1, 256, 128, seed=1), normal(1, 1, keys, 128, seed=2), normal(1, 1, keys, 128, seed=3) + 0.5

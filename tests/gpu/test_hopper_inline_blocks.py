@@ -129,6 +129,12 @@ def test_pairs_are_rounded_halves_the_first_in_the_lower_one():
                                equal_nan=True)
 
 
+def test_pairs_of_bfloat16_too():
+    even, odd = some_floats(0), some_floats(1)
+    found = apply(inline.pair_bf16, even, odd).contiguous().view(torch.bfloat16).view(-1, 2)
+    torch.testing.assert_close(found, torch.stack([even, odd], -1).bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_hidden_scores_have_no_weight():
     weight, score = some_floats(0), some_floats(1)
     score[::3] = -torch.inf

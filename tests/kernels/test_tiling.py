@@ -1,10 +1,9 @@
 """The tiling tables equal a plain Python model, whatever the documents; run in Triton's interpreter, so no GPU is needed."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from interpreted import only_interpreted, run_interpreted, starts_interpreter
+from tiling_model import model, packed_lengths
 
 ROWS = 192
 
@@ -14,27 +13,6 @@ def test_tables_equal_the_python_model():
     run_interpreted(__file__, "TestInterpreted")
 
 
-def clamp(x, low, high):
-    return max(low, min(x, high))
-
-
-def model(q, k, align):
-    """Documents as (q_start, q_len, k_start, k_len, k_valid) -> the tables that Tiling documents."""
-    documents, q_tiles, k_tiles, work = [], [], [], []
-    for n, ((q_start, q_len), (k_start, k_len, k_valid)) in enumerate(zip(q, k, strict=True)):
-        diagonal = {"none": 1 << 29, "top_left": 0, "bottom_right": k_valid - q_len}[align]
-        documents.append([q_start, q_len, k_start, k_len, k_valid, len(q_tiles), len(k_tiles), diagonal])
-        first = len(k_tiles)
-        q_tiles += [n] * -(-q_len // 128)
-        k_tiles += [n] * -(-k_len // 128)
-        for block in range(-(-q_len // ROWS)):
-            rows = min(ROWS, q_len - block * ROWS)
-            limit = diagonal + block * ROWS
-            tiles = -(-clamp(rows + limit, 0, k_valid) // 128)
-            work.append((-tiles, n, block, [q_start + block * ROWS, rows, k_start, k_valid, first, limit, max(tiles, 1), n]))
-    return documents, q_tiles, k_tiles, [entry[-1] for entry in sorted(work, key=lambda entry: entry[:3])]
-
-
 def assert_equal(tiling, expected):
     documents, q_tiles, k_tiles, work = expected
     assert tiling.documents.tolist() == documents
@@ -42,15 +20,6 @@ def assert_equal(tiling, expected):
         assert table.tolist() == values + [-1] * (table.numel() - len(values))
     assert tiling.count.item() == len(work)
     assert tiling.work[:len(work)].tolist() == work
-
-
-def packed_lengths(cu, tokens, valid):
-    cu = [clamp(x, 0, tokens) for x in cu]
-    bounds = [*pairwise(cu), (cu[-1], tokens)]
-    rows = [(start, max(stop - start, 0)) for start, stop in bounds]
-    if not valid:
-        return rows
-    return [(*row, 0 if n == len(rows) - 1 else row[1]) for n, row in enumerate(rows)]
 
 
 @only_interpreted
@@ -65,7 +34,7 @@ class TestInterpreted:
         tiling = dense_tiling(query, keys, align=align, key_lengths=key_lengths, block_rows=ROWS)
         q = [(n * queries, queries) for n in range(3)]
         k = [(n * keys, keys, keys if lengths is None else lengths[n]) for n in range(3)]
-        assert_equal(tiling, model(q, k, align))
+        assert_equal(tiling, model(q, k, align, ROWS))
 
     @pytest.mark.parametrize("align", ["none", "bottom_right"])
     @pytest.mark.parametrize("seed", range(4))
@@ -79,7 +48,7 @@ class TestInterpreted:
         tokens, keys = cu[-1] + 50, cu_k[-1] + 1
         tiling = packed_tiling(torch.empty(tokens, 2, 8), keys, torch.tensor(cu, dtype=torch.int32),
                                torch.tensor(cu_k, dtype=torch.int32), align=align, block_rows=ROWS)
-        assert_equal(tiling, model(packed_lengths(cu, tokens, False), packed_lengths(cu_k, keys, True), align))
+        assert_equal(tiling, model(packed_lengths(cu, tokens, False), packed_lengths(cu_k, keys, True), align, ROWS))
 
     def test_boundaries_that_make_no_sense_write_no_table_out_of_bounds(self):
         from lowbit_attn.kernels.tiling import packed_tiling

@@ -49,6 +49,12 @@ def test_what_hopper_cannot_do_goes_to_the_portable_kernels_with_the_reason(on):
         assert backward_backend(resolve("mxfp8"), "hopper", 256, CPU) == "triton"
 
 
+def test_recipes_that_save_their_inputs_go_to_the_portable_kernels(on):
+    on("sm_90")
+    with pytest.warns(LowbitFallbackWarning, match="nvfp4_fp8 after backend 'hopper' runs Triton kernels.*read saved codes"):
+        assert backward_backend(resolve("nvfp4_fp8"), "hopper", 128, CPU) == "triton"
+
+
 def test_an_emulated_forward_has_warned_for_its_backward_too(on):
     on("sm_80")
     with warnings.catch_warnings():

@@ -17,14 +17,18 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8_fast", "mxfp8:max_threshold=2", "mxfp8:rotation=none", "mxfp8_fast:q_top=10",
                                     "fused_mxfp8", "fused_mxfp6", "fused_mxfp4", "mxattention", "mxfp4_ocp",
-                                    "mxattention:p=e2m3/mx32", "fused_mxfp6:rotation=none"])
+                                    "mxattention:p=e2m3/mx32", "fused_mxfp6:rotation=none", "nvfp4_fp8", "nvfp4_fp8:qk=e2m1/nvfp16",
+                                    "nvfp4_fp8:rotation=none", "nvfp4_fp8:maximum=online,max_threshold=0",
+                                    "nvfp4_fp8:trains=false"])
 def test_what_the_hopper_kernels_compute(recipe):
     assert explain(resolve(recipe), HOPPER).backend == "hopper"
 
 
 REFUSED = ["mxfp8:causal_safety=exact", "mxfp8:row_sum=quantized", "mxfp8:maximum=online,max_threshold=0", "mxfp8:key_tile=64",
            "mxfp8:qk_grad=e4m3/token_block", "mxfp8:rotation=always", "mxfp8:exponential=mixed_schraudolph",
-           "mxfp8_fast:score_accumulator=fp32", "nvfp4_fp8", "nvfp4", "fused_mxfp6:exponential=exact",
+           "mxfp8_fast:score_accumulator=fp32", "nvfp4", "nvfp4_fp8:causal_safety=exact", "nvfp4_fp8:v=e4m3/mx32",
+           "nvfp4_fp8:p=e4m3/per_row", "nvfp4_fp8:row_sum=quantized", "nvfp4_fp8:maximum=lazy,max_threshold=101",
+           "nvfp4_fp8:rotation=always", "nvfp4_fp8:key_tile=64", "fused_mxfp6:exponential=exact",
            "fused_mxfp6:max_threshold=4",
            "fused_mxfp8:exponential=exact,maximum=online,max_threshold=0", "mxattention:qk=e2m1/nvfp16_token",
            "mxattention:v=e4m3/token_block", "mxattention:p=e2m1/per_row", "mxattention:trains=true", "mxattention:key_tile=64",
@@ -71,7 +75,7 @@ def test_other_architectures_are_told_what_they_lack(architecture):
 PORTABLE = {  # recipe, architecture -> the start of what multiplies
     ("mxfp8", "sm_80"): "emulated: bf16", ("mxfp8", "sm_100"): "native: block-scaled MXFP8", ("mxfp8", "gfx942"): "emulated: bf16",
     ("mxattention", "sm_103"): "native: block-scaled MXFP4", ("nvfp4_fp8", "sm_100"): "native: block-scaled NVFP4 and MXFP8",
-    ("nvfp4_fp8", "gfx950"): "emulated: bf16", ("nvfp4_fp8", "sm_90"): "emulated: bf16"}
+    ("nvfp4_fp8", "gfx950"): "emulated: bf16", ("nvfp4_fp8:rotation=always", "sm_90"): "emulated: bf16"}
 
 
 @pytest.mark.parametrize(("recipe", "architecture"), PORTABLE)

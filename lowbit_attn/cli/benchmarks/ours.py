@@ -87,11 +87,10 @@ def _whole_call(inputs: Inputs, recipe: str, backend: str, deterministic: bool =
 def _backward_kernels(inputs: Inputs, grad: Tensor, recipe: str) -> TrainingCall:
     """The backward's kernels on operands that are quantized, transposed and tiled beforehand."""
     from lowbit_attn.kernels.hopper import backward as kernels
-    from lowbit_attn.ops import hopper
 
     _refuse(inputs, recipe, "hopper")
     parsed, packed = resolve(recipe), inputs.cu is not None
-    if refusal := kernels.refusal(parsed, grad.shape[-1]):
+    if refusal := hopper.backward_refusal(parsed, grad.shape[-1]):
         raise UnavailableError(refusal)
     options: dict[str, Any] = {"is_causal": inputs.workload.causal, "scale": None,
                                "cu_seq": None if inputs.cu is None else (inputs.cu, inputs.cu)}

@@ -73,6 +73,7 @@ def _hopper(inputs: Inputs, recipe: Recipe, save: bool) -> Callable[[], Any]:
     """The kernels that quantize Q, K and V, on tables that are built beforehand."""
     from lowbit_attn.kernels.hopper.quantize import quantize_qkv
     from lowbit_attn.kernels.hopper.quantize_blocks import quantize_blocks
+    from lowbit_attn.kernels.hopper.quantize_nvfp4 import quantize_nvfp4
     from lowbit_attn.kernels.tiling import dense_tiling, packed_tiling
 
     if inputs.cu is not None:
@@ -82,6 +83,9 @@ def _hopper(inputs: Inputs, recipe: Recipe, save: bool) -> Callable[[], Any]:
         operands = (inputs.query.transpose(1, 2), inputs.key.transpose(1, 2), inputs.value.transpose(1, 2))
         tiling = dense_tiling(operands[0], operands[1].shape[1], align="none", key_lengths=None, block_rows=128)
     packed = inputs.cu is not None
+    if recipe.qk.layout.startswith("nvfp16"):
+        rotate = recipe.rotates(operands[0].shape[-1])
+        return lambda: quantize_nvfp4(*operands, tiling, recipe, rotate=rotate, packed=packed)
     if recipe.qk.layout == "mx32":
         head_dim = operands[0].shape[-1]
         scale = head_dim**-0.5 * LOG2E if recipe.q_prescale else 1.0

@@ -312,6 +312,12 @@ def pair(even, odd):
 
 
 @gluon.jit
+def pair_bf16(even, odd):
+    """Two float32 -> word of their bfloat16, nearest even, the first in the lower half."""
+    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def zero_if_hidden(weight, score):
     """weight, or 0 where the score is -inf, whatever a slope of 0 made of it."""
     return gl.inline_asm_elementwise(

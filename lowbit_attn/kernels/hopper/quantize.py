@@ -43,6 +43,36 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 BLOCK = GROUP.value
 
 
+@gluon.jit
+def store_values(v, v_codes, v_scales, v_t, v_group, documents, k_tiles, index, v_document, v_token, v_head, v_channel,
+                 scale_document, scale_head, kv_heads, k_count, D: gl.constexpr, PER_TOKEN: gl.constexpr, POWERS: gl.constexpr,
+                 SAVE: gl.constexpr, MODE: gl.constexpr, DTYPE: gl.constexpr, TOP: gl.constexpr):
+    """Program `index` of V's: a tile's codes transposed, scales and, if saved, codes. POWERS: v_group gets 2^e instead of e."""
+    V_GROUP: gl.constexpr = 1 if PER_TOKEN else GROUP
+    SIZE: gl.constexpr = part(D)
+    lane = gl.arange(0, ROWS, gl.SliceLayout(1, per_lane(64, halves_of(D))))
+    head = index // k_count
+    tile = index % k_count
+    document = gl.load(k_tiles + tile)
+    if document >= 0:
+        entry = documents + document * 8
+        start = gl.load(entry + 2)
+        length = gl.load(entry + 3)
+        first = (tile - gl.load(entry + 6)) * ROWS
+        strides = (v_document.to(gl.int64), v_token.to(gl.int64), v_head.to(gl.int64), v_channel.to(gl.int64))
+        words, words2, code = quantize(v, document, start + first, head, strides, gl.load(entry + 4) - first, TOP[0], TOP[1], D,
+                                        False, PER_TOKEN, MODE, DTYPE)
+        exponent = gl.where(code == 255, float("nan"), power(code) if POWERS else (code - 127).to(gl.float32))
+        store_group(v_group, exponent, head, tile, k_count, lane, V_GROUP, True)
+        finite = gl.where(code == 255, 0, -1)
+        store_transposed(v_t, words & along(finite, words), head, tile, k_count, 0, D)
+        if SIZE < D:
+            store_transposed(v_t, words2 & along(finite, words2), head, tile, k_count, SIZE, D)
+        if SAVE:
+            store_saved(v_codes, v_scales, words, words2, code, lane, document, (start + first).to(gl.int64), head, kv_heads,
+                         scale_document, scale_head, length - first, D)
+
+
 @gluon.jit(do_not_specialize=["q_document", "q_token", "q_head", "q_channel", "k_document", "k_token", "k_head", "k_channel",
                               "v_document", "v_token", "v_head", "v_channel", "q_scale_document", "q_scale_head",
                               "k_scale_document", "k_scale_head", "q_heads", "kv_heads", "q_count", "k_count", "query_documents"])
@@ -60,8 +90,6 @@ def quantize_kernel(q, k, v, q_codes, q_scales, k_codes, k_scales, v_codes, v_sc
     X_TOP: exponent and fraction bits of the bound of scaled maxima (`bound`).
     """
     K_GROUP: gl.constexpr = 1 if QK_PER_TOKEN else GROUP
-    V_GROUP: gl.constexpr = 1 if V_PER_TOKEN else GROUP
-    SIZE: gl.constexpr = part(D)
     program = gl.program_id(0)
     q_programs = q_heads * q_count
     k_programs = kv_heads * k_count
@@ -92,28 +120,9 @@ def quantize_kernel(q, k, v, q_codes, q_scales, k_codes, k_scales, v_codes, v_sc
                          (start + first).to(gl.int64), head, heads, k_scale_document if is_key else q_scale_document,
                          k_scale_head if is_key else q_scale_head, length - first, D)
     else:
-        index = program - q_programs - k_programs
-        head = index // k_count
-        tile = index % k_count
-        document = gl.load(k_tiles + tile)
-        if document >= 0:
-            entry = documents + document * 8
-            start = gl.load(entry + 2)
-            length = gl.load(entry + 3)
-            first = (tile - gl.load(entry + 6)) * ROWS
-            strides = (v_document.to(gl.int64), v_token.to(gl.int64), v_head.to(gl.int64), v_channel.to(gl.int64))
-            words, words2, code = quantize(v, document, start + first, head, strides, gl.load(entry + 4) - first, V_TOP[0],
-                                            V_TOP[1], D, False, V_PER_TOKEN, V_MODE, DTYPE)
-            exponent = gl.where(code == 255, float("nan"), (code - 127).to(gl.float32))
-            store_group(v_group, exponent, head, tile, k_count, lane, V_GROUP, True)
-            finite = gl.where(code == 255, 0, -1)
-            store_transposed(v_t, words & along(finite, words), head, tile, k_count, 0, D)
-            if SIZE < D:
-                store_transposed(v_t, words2 & along(finite, words2), head, tile, k_count, SIZE, D)
-            if SAVE:
-                store_saved(v_codes, v_scales, words, words2, code, lane, document, (start + first).to(gl.int64), head, kv_heads,
-                             k_scale_document, k_scale_head, length - first, D)
-
+        store_values(v, v_codes, v_scales, v_t, v_group, documents, k_tiles, program - q_programs - k_programs, v_document, v_token,
+                     v_head, v_channel, k_scale_document, k_scale_head, kv_heads, k_count, D, V_PER_TOKEN, False, SAVE, V_MODE,
+                     DTYPE, V_TOP)
 
 @dataclass(frozen=True)
 class Quantized:

@@ -52,7 +52,7 @@ def _block_maxima(even, odd):
 
 
 @gluon.jit
-def _rounded(x, MANTISSA: gl.constexpr, MIN_EXPONENT: gl.constexpr, LARGEST: gl.constexpr):
+def rounded(x, MANTISSA: gl.constexpr, MIN_EXPONENT: gl.constexpr, LARGEST: gl.constexpr):
     """`formats.round_to_element`: nearest even, subnormals included, saturating."""
     bits = x.to(gl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF).to(gl.float32, bitcast=True)
@@ -78,7 +78,7 @@ def _operand(x, block_power, unit, MANTISSA: gl.constexpr, MIN_EXPONENT: gl.cons
     y = x.reshape([ROWS, BLOCKS, 16])
     factor = gl.expand_dims(gl.convert_layout(block_power, gl.SliceLayout(2, y.type.layout)), 2)
     back = gl.expand_dims(gl.convert_layout(unit, gl.SliceLayout(2, y.type.layout)), 2)
-    return (_rounded(y * factor, MANTISSA, MIN_EXPONENT, LARGEST) * back).reshape([ROWS, BLOCKS * 16])
+    return (rounded(y * factor, MANTISSA, MIN_EXPONENT, LARGEST) * back).reshape([ROWS, BLOCKS * 16])
 
 
 @gluon.jit

@@ -1,0 +1,276 @@
+"""Gluon device functions as plain Python on CPU tensors: arithmetic, masks, indices and order of what they do, not layouts.
+
+`on_cpu(module)` runs the bodies of a module's device functions with another `gl`: layouts are forgotten, copies to shared memory
+and barriers do nothing, wgmma is a matrix product in float32, a tile in shared memory is a tensor or a queue of them (`Ring`), and
+inline PTX is what its docstring says (tests/gpu/test_hopper_inline.py holds the PTX to that).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+def raw(x: Any) -> Any:
+    """What a Value, or a compile-time number of Triton, holds."""
+    if isinstance(x, Value):
+        return x.data
+    return x.value if type(x).__name__ == "constexpr" else x
+
+
+def shape_of(sizes: Any) -> list[int]:
+    return [int(raw(size)) for size in sizes]
+
+
+class Value:
+    """A tensor, or a scalar as one without dimensions."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = torch.as_tensor(raw(data))
+
+    @property
+    def shape(self) -> list[int]:
+        return list(self.data.shape)
+
+    @property
+    def type(self) -> Any:
+        return SimpleNamespace(layout=None, shape=self.shape)
+
+    @property
+    def dtype(self) -> Any:
+        return SimpleNamespace(element_ty=self.data.dtype)
+
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        return Value(self.data.contiguous().view(dtype) if bitcast else self.data.to(dtype))
+
+    def reshape(self, sizes: Any) -> Value:
+        return Value(self.data.reshape(shape_of(sizes)))
+
+    def permute(self, order: Any) -> Value:
+        return Value(self.data.permute(*order))
+
+    def broadcast_to(self, sizes: Any) -> Value:
+        return Value(self.data.broadcast_to(shape_of(sizes)))
+
+    def slice(self, start: Any, length: Any, dim: int = 0) -> Value:
+        return Value(self.data.narrow(dim, int(raw(start)), int(raw(length))))
+
+    def __getitem__(self, index: Any) -> Value:
+        return Value(self.data[index])
+
+    def __index__(self) -> int:
+        return int(self.data)
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    def __neg__(self) -> Value:
+        return Value(-self.data)
+
+    def __invert__(self) -> Value:
+        return Value(~self.data)
+
+
+def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Value, Any], Any]:
+    def apply(self: Value, other: Any) -> Any:
+        if isinstance(other, Pointer):
+            return NotImplemented
+        a, b = self.data, raw(other)
+        if isinstance(b, float):
+            a = a if a.is_floating_point() else a.float()
+        elif isinstance(b, int) and not a.is_floating_point() and not isinstance(b, bool):
+            b = torch.tensor(b, dtype=a.dtype)
+        return Value(function(b, a) if swapped else function(a, b))
+    return apply
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift"):
+    setattr(Value, f"__{_name}__", _binary(getattr(operator, _name), False))
+    setattr(Value, f"__r{_name}__", _binary(getattr(operator, _name), True))
+for _name, _function in (("and", operator.and_), ("or", operator.or_)):
+    setattr(Value, f"__{_name}__", _binary(_function, False))
+    setattr(Value, f"__r{_name}__", _binary(_function, True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Value, f"__{_name}__", _binary(getattr(operator, _name), False))
+
+
+class Pointer:
+    """Elements of a contiguous tensor."""
+
+    def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, torch.as_tensor(raw(offset))
+        self.dtype = SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + raw(other))
+
+    def load(self, mask: Any = None, other: Any = 0) -> Value:
+        flat = self.memory.view(-1)
+        if mask is None:
+            return Value(flat[self.offset.long()])
+        mask = torch.as_tensor(raw(mask)).broadcast_to(self.offset.shape)
+        found = flat[torch.where(mask, self.offset, 0).long()]
+        return Value(torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype)))
+
+    def store(self, value: Any, mask: Any = None) -> None:
+        value = torch.as_tensor(raw(value)).to(self.memory.dtype)
+        offset, value = torch.broadcast_tensors(self.offset, value)
+        mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else torch.as_tensor(raw(mask)).broadcast_to(offset.shape)
+        self.memory.view(-1)[offset[mask].long()] = value[mask]
+
+
+class Tiles(Value):
+    """Shared memory of one tile or a ring of them, in the order of loading. Waiting for `full` brings the next tile."""
+
+    def __init__(self, loaded: Iterable[torch.Tensor] = ()) -> None:
+        self.loaded, self.position, self.full = list(loaded), -1, SimpleNamespace(index=lambda stage: self)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.loaded[self.position]
+
+    def index(self, stage: Any) -> Tiles:
+        return self
+
+    def filled(self) -> None:
+        self.position += 1
+
+
+class Slots:
+    """Shared memory of a tile for each consumer, filled together."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = [Tiles() for _ in range(count)]
+
+    def index(self, number: Any) -> Tiles:
+        return self.slots[int(raw(number))]
+
+    def filled(self) -> None:
+        for slot in self.slots:
+            slot.filled()
+
+
+def load_tile(descriptor: Any, place: Any, barrier: Any, destination: Tiles) -> None:
+    """A bulk tensor copy: zeros past the end."""
+    row, column = (int(raw(x)) for x in place)
+    rows, columns = descriptor.block_shape
+    part = descriptor.base[row:row + rows, column:column + columns].float()
+    destination.loaded.append(torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows - part.shape[0])))
+
+
+def _reduced(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    return lambda x, axis: Value(function(x.data, dim=axis))
+
+
+def _both(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
+    def apply(a: Any, b: Any, **_: Any) -> Value:
+        a, b = torch.as_tensor(raw(a)), torch.as_tensor(raw(b))
+        dtype = torch.result_type(a, b)  # a Python number takes the tensor's type
+        return Value(function(a.to(dtype), b.to(dtype)))
+    return apply
+
+
+def _where(condition: Any, a: Any, b: Any) -> Value:
+    a, b = raw(a), raw(b)
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        dtype = torch.float32 if isinstance(a, float) or isinstance(b, float) else torch.int32
+        a, b = torch.tensor(a, dtype=dtype), torch.tensor(b, dtype=dtype)
+    return Value(torch.where(torch.as_tensor(raw(condition)), a, b))
+
+
+def _reduce(x: Value, axis: int, combine: Any) -> Value:
+    parts = x.data.unbind(axis)
+    total = Value(parts[0])
+    for part in parts[1:]:
+        total = combine(total, Value(part))
+    return total
+
+
+def _max_of_numbers(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.where(x.isnan(), -torch.inf, x).amax(dim)
+
+
+LANGUAGE = SimpleNamespace(
+    constexpr=lambda x: x, float32=torch.float32, int32=torch.int32, int64=torch.int64, float8e4nv=torch.float8_e4m3fn,
+    max=_reduced(_max_of_numbers), sum=_reduced(torch.sum), reduce=_reduce, where=_where, maximum=_both(torch.fmax),
+    minimum=_both(torch.minimum), div_rn=_both(torch.div), abs=lambda x: Value(x.data.abs()), ceil=lambda x: Value(x.data.ceil()),
+    exp2=lambda x: Value(torch.exp2(torch.as_tensor(raw(x)))), log2=lambda x: Value(torch.log2(x.data)),
+    arange=lambda start, stop, layout: Value(torch.arange(start, int(raw(stop)), dtype=torch.int32)),
+    zeros=lambda sizes, dtype, layout: Value(torch.zeros(shape_of(sizes), dtype=dtype)),
+    full=lambda sizes, value, dtype, layout: Value(torch.full(shape_of(sizes), raw(value), dtype=dtype)),
+    convert_layout=lambda x, layout: x, expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
+    split=lambda x: tuple(Value(part) for part in x.data.unbind(-1)),
+    join=lambda a, b: Value(torch.stack([a.data, b.data], -1)), static_range=range,
+    load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+    store=lambda pointer, value, mask=None: pointer.store(value, mask),
+    program_id=lambda axis: Value(0), num_programs=lambda axis: Value(1), BlockedLayout=lambda *_: None,
+    SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda **_: None)
+"""`gl`. NaN is no number to maxima, unless a caller combines by itself."""
+
+
+def _pack_e4m3(*parts: Value) -> Value:
+    codes = torch.stack([part.data.clamp(-448, 448).to(torch.float8_e4m3fn) for part in parts], -1)
+    return Value(codes.view(torch.int32)[..., 0])
+
+
+def _unpack_e4m3(words: Value) -> Value:
+    column = torch.arange(words.shape[-1], dtype=torch.int32) % 4
+    return Value((words.data >> (8 * column) & 0xFF).to(torch.uint8).view(torch.float8_e4m3fn))
+
+
+def _pair_bf16(even: Value, odd: Value) -> Value:
+    return Value(torch.stack([even.data.bfloat16(), odd.data.bfloat16()], -1).view(torch.int32)[..., 0])
+
+
+def _warpgroup_mma(a: Value, b: Value, c: Value, *, use_acc: bool, is_async: bool) -> Value:
+    product = a.data.float() @ b.data.float()
+    return Value(product + c.data if use_acc else product)
+
+
+INLINE = {
+    "keep_visible": lambda x, distance: _where(distance >= 0, x, -torch.inf), "pack_e4m3": _pack_e4m3, "unpack_e4m3": _unpack_e4m3,
+    "pair_bf16": _pair_bf16, "uniform": lambda x: x, "take_turn": lambda _: None, "pass_turn": lambda _: None,
+    "nan_maximum": lambda a, b: Value(torch.maximum(a.data, b.data))}
+
+def _wait(barrier: Any, phase: Any) -> None:
+    """A barrier that has something to tell is told that it was waited for."""
+    if hasattr(barrier, "filled"):
+        barrier.filled()
+
+
+NOTHING = SimpleNamespace(wait=_wait, arrive=lambda *_, **__: None, expect=lambda *_: None)
+BARRIER = SimpleNamespace(index=lambda _: None)
+"""A barrier, or a ring of them."""
+
+
+def body_of(function: Any) -> Any:
+    """The Python function that a device function was made of; anything else as it is."""
+    return getattr(function, "fn", function)
+
+
+@contextmanager
+def on_cpu(*modules: ModuleType) -> Iterator[None]:
+    """Inside, the device functions of these modules are Python functions, which may be called."""
+    replaced = []
+    for module in modules:
+        names = {name: body_of(value) for name, value in vars(module).items() if type(value).__name__ == "GluonJITFunction"}
+        names |= {name: value.value for name, value in vars(module).items() if type(value).__name__ == "constexpr"}
+        names |= {name: value for name, value in INLINE.items() if hasattr(module, name)}
+        names |= {"tma_load": load_tile} if hasattr(module, "tma_load") else {}
+        if hasattr(module, "warpgroup_mma"):
+            names |= {"warpgroup_mma": _warpgroup_mma, "mbarrier": NOTHING, "fence_async_shared": lambda: None,
+                      "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0]}
+        replaced.append(patch.multiple(module, gl=LANGUAGE, **names))
+    for replacement in replaced:
+        replacement.start()
+    try:
+        yield
+    finally:
+        for replacement in replaced:
+            replacement.stop()
