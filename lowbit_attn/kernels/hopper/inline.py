@@ -43,26 +43,11 @@ def swap_middle_bytes(word):
 
 
 @gluon.jit
-def pair_bf16(even, odd):
-    """Two float32 -> word of their bfloat16, nearest even, the first in the lower half."""
-    return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def keep_visible(x, distance):
     """x where distance >= 0, else -inf; as one predicated select per value, which leaves wgmma's registers alone."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ge.s32 p, $2, 0; selp.f32 $0, $1, 0fFF800000, p; }",
         "=f,f,r", [x, distance], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def put_or_add(address, a, b, c, d, again):
-    """Four neighbouring float32 of global memory become a, b, c, d, or have them added where `again` is not 0: without waiting."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $6, 0; @p red.global.add.v4.f32 [$1], {$2, $3, $4, $5}; "
-        "@!p st.global.v4.f32 [$1], {$2, $3, $4, $5}; mov.u32 $0, 0; }",
-        "=r,l,f,f,f,f,r", [address, a, b, c, d, again], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
