@@ -83,7 +83,7 @@ def _hopper_refusal(recipe: Recipe, device: Device) -> str | None:
 
 def _hopper_precision(recipe: Recipe, device: Device) -> str:
     if recipe.qk.layout.startswith("nvfp16"):
-        return "bf16 tensor cores for Q K, which hold its numbers exactly, fp8 ones for P V; compiled, not yet run on a device"
+        return "bf16 tensor cores for Q K, which hold its numbers exactly, fp8 ones for P V"
     return "fp8 tensor cores"
 
 

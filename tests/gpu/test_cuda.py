@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lowbit_attn
-from lowbit_attn.ops import LowbitFallbackWarning
+from lowbit_attn.ops import LowbitFallbackWarning, dispatch
 from lowbit_attn.recipes import RECIPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -67,10 +67,11 @@ def test_compiled_equals_eager():
     torch.testing.assert_close(torch.compile(call, fullgraph=True)(q, k, v), call(q, k, v), rtol=0, atol=0)
 
 
-def test_an_emulated_choice_warns_by_name():
+def test_a_recipe_without_a_kernel_warns_by_name():
     q, k, v = inputs(1, 2, 40, 64)
-    with pytest.warns(LowbitFallbackWarning, match="fused_mxfp6"):
-        lowbit_attn.attention(q, k, v, recipe="fused_mxfp6")
+    dispatch._warn_once.cache_clear()
+    with pytest.warns(LowbitFallbackWarning, match="nvfp4 .* runs backend 'reference'"):
+        lowbit_attn.attention(q, k, v, recipe="nvfp4")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -167,11 +167,12 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
         last = gl.maximum(first + tiles - 1, 0)
         reference_row = references + kv_head.to(gl.int64) * tiles_in_all + document_tile
         lift_row = lifts + kv_head.to(gl.int64) * tiles_in_all + document_tile
-        base = gl.load(reference_row + last)
+        # Keys that no query meets have no tile, and no reference.
+        base = gl.load(reference_row + last, mask=tiles > 0, other=0.0)
         # Far below what dS can be, and far above where it would overflow: the first tile raises it.
         record = vector_table + ((kv_head * groups).to(gl.int64) * tiles_in_all + document_tile + last) * 256
-        q_exponent = gl.maximum(gl.load(record + 132), gl.load(record + 133))
-        weight = gl.maximum(gl.load(record + 134), gl.load(record + 135))
+        q_exponent = gl.maximum(gl.load(record + 132, mask=tiles > 0, other=0.0), gl.load(record + 133, mask=tiles > 0, other=0.0))
+        weight = gl.maximum(gl.load(record + 134, mask=tiles > 0, other=0.0), gl.load(record + 135, mask=tiles > 0, other=0.0))
         reference = gl.maximum(gl.maximum(start_of(v_exponent) + (q_exponent - 7.0), weight - SLACK), LOWEST)
         # Tiles that only the other warpgroup's keys see come last.
         mine = gl.maximum(tiles - (gl.maximum(shift, 0) // COLUMNS - first), 0) * groups
@@ -221,7 +222,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
         rows = gl.load(info + 1) - WARPGROUP * ROWS
         valid = gl.load(info + 2) - WARPGROUP * ROWS
         last = gl.maximum(gl.load(info + 6) + tiles - 1, 0)
-        base = gl.load(reference_row + gl.maximum(last - gl.maximum(mine - 1, 0) // groups, 0))
+        base = gl.load(reference_row + gl.maximum(last - gl.maximum(mine - 1, 0) // groups, 0), mask=mine > 0, other=0.0)
         seen = gl.convert_layout(key < valid, gl.SliceLayout(1, SUM))[:, None]
         if mine >= PROMOTE:
             dv = with_master(dv, dv_master, gl.full([ROWS], promoted_v - base, gl.float32, ROW), D)

@@ -252,9 +252,10 @@ def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k
         k_row = gl.load(info) + WARPGROUP * ROWS
         rows = gl.load(info + 1) - WARPGROUP * ROWS
         valid = gl.load(info + 2) - WARPGROUP * ROWS
+        # Keys that no query meets have no tile, and no reference.
         final = table + gl.maximum(first + tiles - 1 - gl.maximum(mine - 1, 0) // groups, 0)
-        base_v = gl.load(references_v + final)
-        base_k = gl.load(references_k + final)
+        base_v = gl.load(references_v + final, mask=mine > 0, other=0.0)
+        base_k = gl.load(references_k + final, mask=mine > 0, other=0.0)
         seen = gl.convert_layout(key < valid, gl.SliceLayout(1, SUM))[:, None]
         if mine > PROMOTE:
             dv = with_master(dv, dv_master, gl.full([ROWS], promoted_v - base_v, gl.float32, ROW), D)

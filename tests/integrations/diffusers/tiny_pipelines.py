@@ -54,10 +54,10 @@ def hunyuan(*, dual: int = HUNYUAN_DUAL, single: int = HUNYUAN_SINGLE) -> Hunyua
 
 def run_wan(pipe: WanPipeline, steps: int = 4, guidance: float = 4.0, **changes: Any) -> torch.Tensor:
     """Final latents; with guidance each step is two sequential calls of the model."""
-    noise = torch.Generator().manual_seed(1)
+    noise, device = torch.Generator().manual_seed(1), pipe._execution_device
     inputs = {
-        "prompt_embeds": torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=noise),
-        "negative_prompt_embeds": torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=noise),
+        "prompt_embeds": torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=noise).to(device),
+        "negative_prompt_embeds": torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=noise).to(device),
         "height": 32, "width": 32, "num_frames": 5, "guidance_scale": guidance, "num_inference_steps": steps,
         "generator": torch.Generator().manual_seed(2), "output_type": "latent",
     }
