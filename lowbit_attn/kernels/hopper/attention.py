@@ -111,10 +111,15 @@ def head_group(heads: int, kv_heads: int, bytes_per_kv_head: int) -> int:
     return heads // kv_heads * fitting
 
 
+@lru_cache(maxsize=16)
+def shared_layout(swizzle: int, bits: int, rank: int = 2) -> Any:
+    """How TMA lays tiles out in shared memory; kept, because making one takes as long as a descriptor."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
 def descriptor(codes: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """What loads tiles of rows x columns of E4M3 codes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, columns), element_bitwidth=8, rank=2)
-    return TensorDescriptor.from_tensor(codes.view(torch.float8_e4m3fn), [rows, columns], layout)
+    return TensorDescriptor.from_tensor(codes.view(torch.float8_e4m3fn), [rows, columns], shared_layout(min(128, columns), 8))
 
 
 def run(prepared: Prepared) -> tuple[Tensor, ...]:

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit_attn.kernels.hopper import one_pass
-from lowbit_attn.kernels.hopper.attention import descriptor, head_group, processors
+from lowbit_attn.kernels.hopper.attention import descriptor, head_group, processors, shared_layout
 from lowbit_attn.kernels.hopper.finish_query import finished_query
 from lowbit_attn.kernels.hopper.gradient_records import P_GRAD_LOG2, VECTOR, GradientRecords, gradient_records
 from lowbit_attn.kernels.hopper.key_gradients import key_gradients
@@ -128,14 +127,13 @@ class Prepared:
         _, *strides = lse_layout(k, self.packed)
         programs = min(processors(k.device), self.tiling.k_tiles.numel() * self.kv_heads)
         partial = self.made.grad_query
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         one_pass.gradients[(programs,)](
             self._rows(q, ROWS), self._rows(self.made.do_codes, ROWS), self._columns(self.made.q_t, ROWS),
             self._columns(self.made.do_t, ROWS), vector_descriptor(records.vectors), self._rows(k, ROWS), self._rows(v, ROWS),
-            self._columns(self.made.k_t, ROWS), TensorDescriptor.from_tensor(partial, [ROWS, ROWS], layout), grad_key, grad_value,
-            self.saved.k_scales, self.saved.v_scales, self.made.k_top, records.reference_v, records.reference_k,
-            records.work, records.count, self._masters(programs), self.kv_heads, self.heads // self.kv_heads, *strides,
-            2 * self.tiling.q_tiles.numel(), self.tiling.k_tiles.numel(), self.scale, self._group(self.kv_heads),
+            self._columns(self.made.k_t, ROWS), TensorDescriptor.from_tensor(partial, [ROWS, ROWS], shared_layout(128, 16)),
+            grad_key, grad_value, self.saved.k_scales, self.saved.v_scales, self.made.k_top, records.reference_v,
+            records.reference_k, records.work, records.count, self._masters(programs), self.kv_heads, self.heads // self.kv_heads,
+            *strides, 2 * self.tiling.q_tiles.numel(), self.tiling.k_tiles.numel(), self.scale, self._group(self.kv_heads),
             P_LOG2=P_GRAD_LOG2, **self._constants(ONE_PASS[self.dim]))
 
     def _masters(self, programs: int) -> Tensor:
@@ -178,8 +176,7 @@ class Prepared:
 
 def vector_descriptor(vectors: Tensor) -> Any:
     """Records of query tiles, one of them at a time."""
-    return TensorDescriptor.from_tensor(vectors.view(-1), [VECTOR],
-                                        gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1))
+    return TensorDescriptor.from_tensor(vectors.view(-1), [VECTOR], shared_layout(0, 32, 1))
 
 
 def prepare(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: Tensor, saved: Saved, recipe: Recipe, *,

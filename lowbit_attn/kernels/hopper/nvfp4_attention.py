@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit_attn.kernels.hopper import nvfp4
-from lowbit_attn.kernels.hopper.attention import Config, descriptor, head_group, kernel_head_dim, processors
+from lowbit_attn.kernels.hopper.attention import Config, descriptor, head_group, kernel_head_dim, processors, shared_layout
 from lowbit_attn.kernels.hopper.nvfp4_support import refusal
 from lowbit_attn.kernels.hopper.quantize_nvfp4 import Quantized, quantize_nvfp4
 from lowbit_attn.kernels.tiling import TILE, Tiling, lse_layout, tiling_of
@@ -64,8 +63,7 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
 
 def _wide(numbers: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """What loads tiles of rows x columns of bfloat16 numbers."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor.from_tensor(numbers, [rows, columns], layout)
+    return TensorDescriptor.from_tensor(numbers, [rows, columns], shared_layout(128, 16))
 
 
 def run(prepared: Prepared) -> tuple[Tensor, Tensor]:
