@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowbit_attn.ops.saved import empty_saved, saved_inputs
@@ -33,7 +34,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     output, lse, *row_top = kernels.run(prepared)
     if not save:
         return (output, lse, *empty_saved(query, key, value, recipe, False))
-    return (output, lse, *attention.saved_for_backward(prepared), *row_top)
+    saved = attention.saved_for_backward(prepared)
+    return (output, lse, *saved, *(row_top or [torch.full_like(saved[1], 127)]))  # recipes for inference know no row_top
 
 
 def backward_refusal(recipe: Recipe, head_dim: int) -> str | None:

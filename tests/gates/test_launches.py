@@ -57,6 +57,16 @@ def test_attention_launches_bind(call):
     assert wanted <= names
 
 
+@pytest.mark.parametrize("recipe", launches.RECIPES)
+def test_a_forward_that_saves_returns_as_many_tensors_as_the_operator_declares(recipe):
+    from lowbit_attn.ops import hopper
+
+    x = torch.zeros(1, 128, 2, 64, dtype=torch.bfloat16)
+    found = []
+    launches.caught(lambda: found.extend(hopper.forward(x, x, x, resolve(recipe), scale=None, is_causal=False, save=True)))
+    assert [y.shape for y in found[2:]] == [(1, 128, 2, 64), (1, 2, 128)] * 3 + [(1, 2, 128)]
+
+
 @pytest.mark.parametrize("workload", PRESETS[Preset.SMALL], ids=str)
 def test_what_the_benchmark_times_alone_launches(workload):
     inputs = Inputs.draw(workload, torch.device("cpu"))

@@ -362,7 +362,8 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
         start = gl.full([ROWS], -127.0, gl.float32, ROW)
-        p, maximum, largest, row_sum, reference, _ = softmax_masked(scores, row_scale, k_scale, fold, limit, start, start, start,
+        nothing = gl.full([ROWS], float("-inf"), gl.float32, ROW)  # scores may all lie below -127
+        p, maximum, largest, row_sum, reference, _ = softmax_masked(scores, row_scale, k_scale, fold, limit, start, nothing, start,
                                                                     start, P_LOG2, THRESHOLD, LOWEST, True, L3)
         words = pack(p, OPERAND)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)

@@ -201,8 +201,9 @@ def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k
         table = kv_head.to(gl.int64) * tiles_in_all + document_tile
         mine = tiles_of(tiles, first, shift, valid, rows, groups)
         tile = gl.maximum(first + tiles - 1, 0)
-        promoted_v = gl.load(references_v + table + tile)
-        promoted_k = gl.load(references_k + table + tile)
+        # Keys that no query meets have no tile, and no reference.
+        promoted_v = gl.load(references_v + table + tile, mask=mine > 0, other=0.0)
+        promoted_k = gl.load(references_k + table + tile, mask=mine > 0, other=0.0)
         dk = gl.zeros([ROWS, D], gl.float32, SUM)
         dv = gl.zeros([ROWS, D], gl.float32, SUM)
         left = groups  # heads whose turn it is for this tile
@@ -252,7 +253,6 @@ def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k
         k_row = gl.load(info) + WARPGROUP * ROWS
         rows = gl.load(info + 1) - WARPGROUP * ROWS
         valid = gl.load(info + 2) - WARPGROUP * ROWS
-        # Keys that no query meets have no tile, and no reference.
         final = table + gl.maximum(first + tiles - 1 - gl.maximum(mine - 1, 0) // groups, 0)
         base_v = gl.load(references_v + final, mask=mine > 0, other=0.0)
         base_k = gl.load(references_k + final, mask=mine > 0, other=0.0)
@@ -331,7 +331,9 @@ def reduce_queries(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_
         row = (document_tile + last) * COLUMNS
         channel = head0 * D
         last_channel = channel + (groups - 1) * D
-        for i in range(0, number + STAGES - 1):
+        # At least once past the lead: K's columns are waited for where no query meets them too, else their barrier would be
+        # armed again while they are on their way.
+        for i in range(0, gl.maximum(number, 1) + STAGES - 1):
             if i < number:
                 load_tile(step + i, tile, head, q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, q_smem, do_smem, q_t_smem,
                           do_t_smem, vectors, rows_full, columns_full, empty, q_start, document_tile, tiles_in_all, D, STAGES)

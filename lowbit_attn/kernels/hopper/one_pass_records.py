@@ -160,13 +160,15 @@ def _vectors(documents, q_tiles, q_scales, do_group, lse, delta, reference_v, li
         bias = tl.where(hidden, natural, P_LOG2 + fold - natural * 1.4426950408889634)
         own = tl.load(ds_exponent + (head * q_count + tile) * 4 + i // 32)
         d = tl.load(delta + side + i, mask=exists, other=0.0)
-        weight = tl.where(hidden | (d == 0), 0.0, d * tl.exp2(-own - fold - P_LOG2))
+        # In two steps: where dO is tiny beside that of other tokens, one power leaves float32.
+        weight = tl.where(hidden | (d == 0), 0.0, d * tl.exp2(-own) * tl.exp2(-fold - P_LOG2))
         out = vectors + (head * q_count + tile) * 512 + (i // 64) * 256
         tl.store(out + place_in_record(i), bias)
         tl.store(out + 64 + place_in_record(i), weight)
         leads = i % 32 == 0
         tl.store(out + 128 + (i % 64) // 32, factor * tl.exp2(q_exponent), mask=leads)
-        tl.store(out + 130 + (i % 64) // 32, tl.exp2(do_exponent - own - fold - P_LOG2), mask=leads)
+        # Exceeds 2^127 only where V is all zero, and zeros times infinity are none.
+        tl.store(out + 130 + (i % 64) // 32, tl.exp2(tl.minimum(do_exponent - own - fold - P_LOG2, 127.0)), mask=leads)
         margin = tl.load(exponent + (head * q_count + tile) * 128 + i)
         tl.store(out + 192 + i % 64, margin)
         tl.store(exponent + (head * q_count + tile) * 128 + i, margin + own)

@@ -14,8 +14,8 @@ def test_records_equal_the_python_model():
     run_interpreted(__file__, "TestInterpreted")
 
 
-def call(lengths, tail, align="bottom_right"):
-    """Tiling, inputs by name and records of packed documents."""
+def call(lengths, tail, align="bottom_right", change=None):
+    """Tiling, inputs by name and records of packed documents; `change` edits the inputs before."""
     from types import SimpleNamespace
 
     from lowbit_attn.kernels.hopper.one_pass_records import one_pass_records
@@ -40,6 +40,8 @@ def call(lengths, tail, align="bottom_right"):
     row_top = numbers(110, 128, HEADS, tokens).to(torch.uint8)
     lse = torch.randn(HEADS, tokens, generator=generator)
     x["delta"][5], x["do_group"][1, 2] = math.nan, math.nan
+    if change is not None:
+        change(x)
     records = one_pass_records(tiling, q_scales, row_top, SimpleNamespace(**x), lse, kv_heads=KV_HEADS, factor=FACTOR,
                                head_stride=tokens, document_extra=0)
     return tiling, SimpleNamespace(**x, q_scales=q_scales, row_top=row_top, lse=lse, tokens=tokens), records
@@ -132,6 +134,29 @@ class TestInterpreted:
                 # Codes of K are up to 448, and those of a row of dS add up to 2^size.
                 assert size + math.log2(448 * 17 / 16) < 16
                 assert size + math.log2(448) > 7 or relative <= x.k_top.max() - 20
+
+    def test_numbers_stay_finite_where_gradients_are_tiny_beside_those_of_other_tokens(self, lengths, tail):
+        def change(x):  # 2^-40 of the others is as far as P is folded, 2^-100 as far as dS's exponents go
+            x["do_group"][:, 0] = -118
+            x["do_size"].view(HEADS, -1)[:, :32] = 2.0**-110
+            x["delta"].view(HEADS, -1)[:, :32] = 2.0**-112
+
+        _, x, records = call(lengths, tail, change=change)
+        first = records.vectors[:, 0]
+        assert first[:, 64:132].isfinite().all()
+        # |D| of these rows is below the largest code like that of any other.
+        d = x.delta.view(HEADS, -1)[:, :32] * 2.0**100 * torch.exp2(-(x.do_group[:, :1] - records.reference_v[:, :1].repeat_interleave(
+            2, 0)).clamp_min(-40.0) - 8)
+        torch.testing.assert_close(first[:, 64:128][:, ORDER[:32]], d)
+
+    def test_no_factor_is_infinite_where_values_are_zero_and_gradients_huge(self, lengths, tail):
+        def change(x):
+            x["do_group"][:] = 60
+            x["v_size"][:] = -200
+            x["delta"][:] = 0
+
+        _, _, records = call(lengths, tail, change=change)
+        assert records.vectors[:, 0, 130:132].isfinite().all()
 
     def test_work_says_which_padded_tile_a_block_of_keys_is(self, lengths, tail):
         tiling, _, records = call(lengths, tail)
