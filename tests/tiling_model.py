@@ -1,6 +1,6 @@
 """The tables of `kernels.tiling` in plain Python."""
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 def clamp(x, low, high):
@@ -25,9 +25,9 @@ def model(q, k, align, block_rows):
 
 
 def packed_lengths(cu, tokens, valid):
-    cu = [clamp(x, 0, tokens) for x in cu]
+    cu = list(accumulate((clamp(x, 0, tokens) for x in cu), max))
     bounds = [*pairwise(cu), (cu[-1], tokens)]
-    rows = [(start, max(stop - start, 0)) for start, stop in bounds]
+    rows = [(start, stop - start) for start, stop in bounds]
     if not valid:
         return rows
     return [(*row, 0 if n == len(rows) - 1 else row[1]) for n, row in enumerate(rows)]

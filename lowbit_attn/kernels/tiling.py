@@ -1,8 +1,8 @@
 """How documents are cut into tiles: tables built on the GPU by one small kernel, with no host synchronisation.
 
 Dense and packed attention share one path: a dense batch item is a document. Kernels read these tables and never `cu_seqlens`
-itself. Values that make no sense (decreasing or past the end) are clamped, so that nothing is read or written out of bounds
-whatever the tables are built from.
+itself. Values that make no sense are clamped, past the end to the end and decreasing ones to the largest before, so that documents
+never overlap and nothing is read or written out of bounds whatever the tables are built from.
 """
 
 from collections.abc import Iterator
@@ -54,19 +54,31 @@ class Tiling:
 
 
 @triton.jit
-def _documents(first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, PACKED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-               ALIGN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """q_start, q_len, k_start, k_len, k_valid, diagonal, query tiles, key tiles and work blocks of CHUNK documents."""
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _rows(cu, d, exists, last, before, tokens):
+    """Start and stop of packed documents, each at the largest boundary so far, so that they never overlap; the last start."""
+    own = tl.minimum(tl.maximum(tl.load(cu + d, mask=exists, other=0), 0), tokens)
+    start = tl.maximum(tl.associative_scan(own, 0, _larger), before)
+    stop = tl.where(d == last, tokens, tl.load(cu + d + 1, mask=exists & (d < last), other=0))
+    return start, tl.maximum(tl.minimum(stop, tokens), start), tl.max(start, 0)
+
+
+@triton.jit
+def _documents(first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, q_before, k_before, PACKED: tl.constexpr,
+               HAS_LENGTHS: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """q_start, q_len, k_start, k_len, k_valid, diagonal, query tiles, key tiles and work blocks of CHUNK documents, none of which
+    starts before `q_before` and `k_before`; then the same two for the next CHUNK."""
     d = first + tl.arange(0, CHUNK)
     exists = d < documents
     if PACKED:
         last = documents - 1  # the pseudo document
-        q_start = tl.minimum(tl.maximum(tl.load(cu_q + d, mask=exists, other=0), 0), tokens_q)
-        k_start = tl.minimum(tl.maximum(tl.load(cu_k + d, mask=exists, other=0), 0), tokens_k)
-        q_stop = tl.where(d == last, tokens_q, tl.load(cu_q + d + 1, mask=exists & (d < last), other=0))
-        k_stop = tl.where(d == last, tokens_k, tl.load(cu_k + d + 1, mask=exists & (d < last), other=0))
-        q_len = tl.maximum(tl.minimum(q_stop, tokens_q) - q_start, 0)
-        k_len = tl.maximum(tl.minimum(k_stop, tokens_k) - k_start, 0)
+        q_start, q_stop, q_before = _rows(cu_q, d, exists, last, q_before, tokens_q)
+        k_start, k_stop, k_before = _rows(cu_k, d, exists, last, k_before, tokens_k)
+        q_len, k_len = q_stop - q_start, k_stop - k_start
         k_valid = tl.where(d == last, 0, k_len)
     else:
         q_start, k_start = d * tokens_q, d * tokens_k
@@ -82,7 +94,7 @@ def _documents(first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, PACKED
     else:
         diagonal = k_valid - q_len
     return (d, exists, q_start, q_len, k_start, k_len, k_valid, diagonal, (q_len + 127) // 128, (k_len + 127) // 128,
-            (q_len + ROWS - 1) // ROWS)
+            (q_len + ROWS - 1) // ROWS, q_before, k_before)
 
 
 @triton.jit
@@ -109,9 +121,10 @@ def _build(table, q_tiles, k_tiles, work, count, cu_q, cu_k, lengths, documents,
     zero = entry * 0
     q_owner, k_owner, owner, begin = zero, zero, zero, zero
     q_end, k_end, end = 0, 0, 0
+    q_before, k_before = 0, 0
     for first in range(0, documents, CHUNK):
-        d, exists, q_start, q_len, k_start, k_len, k_valid, diagonal, nq, nk, nb = _documents(
-            first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, PACKED, HAS_LENGTHS, ALIGN, ROWS, CHUNK)
+        d, exists, q_start, q_len, k_start, k_len, k_valid, diagonal, nq, nk, nb, q_before, k_before = _documents(
+            first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, q_before, k_before, PACKED, HAS_LENGTHS, ALIGN, ROWS, CHUNK)
         q_ends, k_ends, ends = q_end + tl.cumsum(nq, 0), k_end + tl.cumsum(nk, 0), end + tl.cumsum(nb, 0)
         if tl.program_id(0) == 0:
             row = table + d * 8
@@ -141,10 +154,10 @@ def _build(table, q_tiles, k_tiles, work, count, cu_q, cu_k, lengths, documents,
     block = entry - begin
     # Fetch the owner's numbers by comparison: a gather from the table would race with program 0.
     q_start_e, q_len_e, k_start_e, k_valid_e, k_tile_e, diagonal_e, blocks_e = zero, zero, zero, zero, zero, zero, zero
-    k_end = 0
+    k_end, q_before, k_before = 0, 0, 0
     for first in range(0, documents, CHUNK):
-        d, exists, q_start, q_len, k_start, k_len, k_valid, diagonal, nq, nk, nb = _documents(
-            first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, PACKED, HAS_LENGTHS, ALIGN, ROWS, CHUNK)
+        d, exists, q_start, q_len, k_start, k_len, k_valid, diagonal, nq, nk, nb, q_before, k_before = _documents(
+            first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, q_before, k_before, PACKED, HAS_LENGTHS, ALIGN, ROWS, CHUNK)
         k_begin = k_end + tl.cumsum(nk, 0) - nk
         k_end += tl.sum(nk, 0)
         mine = d[None, :] == owner[:, None]
@@ -160,9 +173,10 @@ def _build(table, q_tiles, k_tiles, work, count, cu_q, cu_k, lengths, documents,
     visible = tl.maximum(tl.minimum(k_valid_e, rows + diagonal_e), 0)
     tiles = (visible + 127) // 128
     rank = zero
+    q_before, k_before = 0, 0
     for first in range(0, documents, CHUNK):
-        d, exists, q_start, q_len, k_start, k_len, k_valid, diagonal, nq, nk, nb = _documents(
-            first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, PACKED, HAS_LENGTHS, ALIGN, ROWS, CHUNK)
+        d, exists, q_start, q_len, k_start, k_len, k_valid, diagonal, nq, nk, nb, q_before, k_before = _documents(
+            first, documents, cu_q, cu_k, lengths, tokens_q, tokens_k, q_before, k_before, PACKED, HAS_LENGTHS, ALIGN, ROWS, CHUNK)
         longer = _longer(tiles, nb, q_len, k_valid, diagonal, ROWS)
         as_long = _longer(tiles - 1, nb, q_len, k_valid, diagonal, ROWS)
         mine = d[None, :] == owner[:, None]

@@ -50,10 +50,14 @@ class TestInterpreted:
                                torch.tensor(cu_k, dtype=torch.int32), align=align, block_rows=ROWS)
         assert_equal(tiling, model(packed_lengths(cu, tokens, False), packed_lengths(cu_k, keys, True), align, ROWS))
 
-    def test_boundaries_that_make_no_sense_write_no_table_out_of_bounds(self):
+    @pytest.mark.parametrize("cu", [[-5, 900, 3, 10_000, 0, 500], [0, 1000] * 50, [-(2**31), 2**31 - 1, -1]], ids=len)
+    def test_boundaries_that_make_no_sense_are_clamped_to_the_largest_before(self, cu):
         from lowbit_attn.kernels.tiling import packed_tiling
-        cu = torch.tensor([-5, 900, 3, 10_000, 0, 500], dtype=torch.int32)
-        tiling = packed_tiling(torch.empty(1000, 2, 8), 1000, cu, cu, align="bottom_right", block_rows=ROWS)
-        assert tiling.count.item() <= tiling.work.shape[0]
+        boundaries = torch.tensor(cu, dtype=torch.int32)
+        tiling = packed_tiling(torch.empty(1000, 2, 8), 1000, boundaries, boundaries, align="bottom_right", block_rows=ROWS)
+        assert_equal(tiling, model(packed_lengths(cu, 1000, False), packed_lengths(cu, 1000, True), "bottom_right", ROWS))
+        # Other tables have a place for each padded tile of a document.
+        for start, stored, tiles in ((5, 1, tiling.q_tiles), (6, 3, tiling.k_tiles)):
+            assert (tiling.documents[:, start] + -(-tiling.documents[:, stored] // 128)).max() <= tiles.numel()
         assert tiling.documents[:, :4].min() >= 0
         assert (tiling.documents[:, 0] + tiling.documents[:, 1]).max() <= 1000
