@@ -143,6 +143,16 @@ def test_a_second_run_of_the_same_kernels_replaces_what_it_ran_again(gpu_run, tm
     assert second["command"] == f"{first['command']}; pytest -q -p no:cacheprovider -k test_bad ."
 
 
+def test_a_file_that_can_be_collected_again_is_no_longer_on_record_as_one_that_cannot(gpu_run, tmp_path):
+    _, path = gpu_run(FAKE_GPU)
+    assert "test_absent.py" in json.loads(path.read_text())["outcomes"]
+    (tmp_path / "test_absent.py").write_text("def test_here():\n    pass\n")
+    gpu_run("", "-k", "test_here")
+    outcomes = json.loads(path.read_text())["outcomes"]
+    assert outcomes["test_absent.py::test_here"] == outcomes["test_sample.py::test_good"] == "passed"
+    assert "test_absent.py" not in outcomes
+
+
 def test_a_run_of_other_kernels_starts_anew(gpu_run):
     _, path = gpu_run(FAKE_GPU)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kernels": "others"}))

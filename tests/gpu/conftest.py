@@ -15,6 +15,7 @@ from kernel_sources import fingerprint
 
 VARIABLE = "LOWBIT_ATTN_GPU_RECORD"
 _outcomes: dict[str, str] = {}
+_collected: set[str] = set()
 
 
 def _triton() -> str | None:
@@ -31,7 +32,9 @@ def _reason(report):
 
 def pytest_collectreport(report):
     """A file that cannot be imported, or that is skipped as a whole, has an outcome too."""
-    if report.outcome != "passed":
+    if report.outcome == "passed":
+        _collected.add(report.nodeid)
+    else:
         _outcomes[report.nodeid] = ("skipped" if report.skipped else "error") + _reason(report)
 
 
@@ -43,10 +46,12 @@ def pytest_runtest_logreport(report):
 
 
 def _join(record, path):
-    """Keep what earlier runs of the same kernels on the same machine found, but for the tests that ran again."""
+    """Keep what earlier runs of the same kernels on the same machine found, but for tests that ran again and for files that could
+    not be collected then, and now can."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if all(before.get(name) == record[name] for name in ("kernels", "device", "torch", "triton", "python")):
-        record["outcomes"] = dict(sorted({**before["outcomes"], **record["outcomes"]}.items()))
+        kept = {name: outcome for name, outcome in before["outcomes"].items() if name not in _collected}
+        record["outcomes"] = dict(sorted({**kept, **record["outcomes"]}.items()))
         record["command"] = "; ".join(dict.fromkeys([*before["command"].split("; "), record["command"]]))
 
 
