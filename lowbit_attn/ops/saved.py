@@ -1,10 +1,11 @@
 """The tensors that a forward operator returns for its backward, in one layout for every backend.
 
 Seven tensors follow output and lse: for each of query, key and value its codes (uint8, the operand's own shape) and one
-scale code per token and head ([B, H, S] or [H, T], uint8); then `row_top` (uint8, as the query's scales), the E8M0 code of a
-bound on each query's largest probability, from which a backward knows how large a row of dS can be. Backends whose backward
-does not read it return the code of 1. Recipes that do not save codes (`Recipe.saves_codes`) return copies of the inputs
-instead, with empty scales and row_top. Without a backward to come all seven are empty.
+scale code per token and head ([B, H, S] or [H, T], uint8); then `row_top` (uint8, as the query's scales), from which a
+backward knows how large a row of dS can be: up to a half the E8M0 code of a bound on the query's largest probability, and
+127 + k if that is over half and all the others are at most 2^-k in sum. Backends whose backward does not read it return
+127. Recipes that do not save codes (`Recipe.saves_codes`) return copies of the inputs instead, with empty scales and
+row_top. Without a backward to come all seven are empty.
 """
 
 import torch

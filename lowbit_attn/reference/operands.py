@@ -75,12 +75,17 @@ def code_per_token(x: Tensor, operand: Operand, top: float | None = None) -> Cod
     return Coded(quantized.codes, formats.scale_per_token(quantized))
 
 
+TOP_RANGE = 4
+"""How far `Saved.row_top` follows a probability towards 1: further, what dS has of D's rounding is as large as the rest of it."""
+
+
 @dataclass(frozen=True)
 class Saved:
     """What the backward reads: codes of the working Q and K and of V where the recipe saves codes, else the inputs.
 
-    `row_top` [N, H, S] uint8, beside codes: the E8M0 code of a bound on each query's largest probability, at most twice that.
-    Kernels scale dS by it; the reference's backward takes dS's own largest values.
+    `row_top` [N, H, S] uint8, beside codes: the E8M0 code of a bound on each query's largest probability P, at most twice that,
+    or 127 + k where P is over half and 1 - P at most 2^-k, k up to TOP_RANGE. Kernels scale dS by it; the reference's backward
+    takes dS's own largest values.
     """
 
     query: Coded | Tensor

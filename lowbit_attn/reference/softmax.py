@@ -14,7 +14,7 @@ from lowbit_attn import formats
 from lowbit_attn.formats.scales import MIN_EXPONENT
 from lowbit_attn.recipes import DIRECT_UNIT, SHARED_FOLD, Recipe
 from lowbit_attn.reference import exponential
-from lowbit_attn.reference.operands import round_operand
+from lowbit_attn.reference.operands import TOP_RANGE, round_operand
 from lowbit_attn.reference.stats import Stats
 
 BROKEN_EXPONENT = 128.0
@@ -200,10 +200,17 @@ class RowState:
             exponent = self.reference if self.recipe.v_exponent == "running" else 0.0
             output = output * _exp2(exponent - self.recipe.p_log2_scale)
         log2_sum = self.maximum / self.unit + torch.log2(row_sum)
-        top = (self.largest / self.unit - log2_sum).ceil() + formats.scales.E8M0_BIAS
         lse = torch.where(self.sees_keys, log2_sum * math.log(2.0), -torch.inf)
-        top = top.nan_to_num(formats.scales.E8M0_BIAS).clamp(0, formats.scales.E8M0_BIAS).to(torch.uint8)
+        top = _top_code(self.largest / self.unit - log2_sum)
         return output, lse[..., 0], torch.where(self.sees_keys, top, 0)[..., 0]
+
+
+def _top_code(log2_largest: Tensor) -> Tensor:
+    """`Saved.row_top` of the largest probabilities."""
+    log2_largest = log2_largest.nan_to_num(0.0).clamp(-formats.scales.E8M0_BIAS, 0.0)
+    largest = torch.exp2(log2_largest)
+    others = sum(((largest > 0.5) & (1.0 - largest <= 2.0**-k)).int() for k in range(1, TOP_RANGE + 1))
+    return (log2_largest.ceil() + formats.scales.E8M0_BIAS + others).to(torch.uint8)
 
 
 def _exp2(exponent: Tensor | float) -> Tensor | float:

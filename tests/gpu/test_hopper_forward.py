@@ -263,6 +263,6 @@ def test_row_top_is_the_references(offset):
     q[..., 0], k[..., 0] = offset, 60.0
     found = [torch.ops.lowbit_attn.attention_forward(q, k, v, None, "mxfp8", True, False, None, True, False, backend)[8].int()
              for backend in ("hopper", "reference")]
-    # A probability within rounding of a power of two has either code; scores are off by 2^-13 of their products' sums.
+    # A probability within rounding of a boundary has either code; scores are off by 2^-13 of their products' sums.
     assert (found[0] - found[1]).abs().max() <= 1
     assert (found[0] != found[1]).float().mean() < 0.1

@@ -1,4 +1,5 @@
-"""`Saved.row_top` bounds each query's largest probability by a power of two, and by none twice as large."""
+"""`Saved.row_top` bounds each query's largest probability by a power of two, or if it is over half, all the others' sum; and by
+none twice as large."""
 
 import math
 
@@ -28,11 +29,18 @@ def largest(saved, recipe, lse, visible):
 
 
 def assert_bounds(row_top, log2_largest, sees):
-    bound = row_top.float() - 127
+    bound, largest = row_top.float() - 127, torch.exp2(log2_largest)
     assert row_top.dtype == torch.uint8
     # Scores are summed in another order here: 2^-16 of a doubling.
-    assert (bound >= log2_largest - 2.0**-16)[sees].all()
-    assert (bound < log2_largest + 1 + 2.0**-16)[sees].all()
+    near = 2.0**-16
+    below = sees & (bound <= 0)
+    assert (largest <= 0.5 + near)[below].all()
+    assert (bound >= log2_largest - near)[below].all()
+    assert (bound < log2_largest + 1 + near)[below].all()
+    above = sees & (bound > 0)
+    assert (largest > 0.5 - near)[above].all()
+    assert (1 - largest <= torch.exp2(-bound) + near)[above].all()
+    assert ((1 - largest > torch.exp2(-bound - 1) - near) | (bound == 4))[above].all()
     assert not row_top[~sees].any()
 
 

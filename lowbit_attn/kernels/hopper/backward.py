@@ -207,7 +207,7 @@ def prepare(grad_output: Tensor, grad_lse: Tensor | None, output: Tensor, lse: T
     if deterministic:
         records = gradient_records(tiling, saved.q_scales, made.do_group, lse, made.delta, **options)
     else:
-        records = one_pass_records(tiling, saved.q_scales, saved.row_top, made, lse, **options)
+        records = one_pass_records(tiling, saved.q_scales, saved.row_top, made, lse, has_lse=grad_lse is not None, **options)
         made = replace(made, q_t=transposed_queries(q_codes, records.q_shift, tiling))
     return Prepared(tiling, saved, made, records, lse, grad_output.dtype, head_dim, packed, scale,
                     recipe.rotates(head_dim) and dim == head_dim)

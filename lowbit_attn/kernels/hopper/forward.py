@@ -315,6 +315,18 @@ def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, record
 
 
 @gluon.jit
+def top_code(log2_largest):
+    """`ops.saved`'s row_top of the largest probabilities."""
+    log2_largest = gl.maximum(gl.minimum(log2_largest, 0.0), -127.0)
+    log2_largest = gl.where(log2_largest == log2_largest, log2_largest, 0.0)
+    others = 1.0 - gl.exp2(log2_largest)
+    code = log2_largest.to(gl.int32) + 127  # a conversion rounds negative numbers up
+    for k in gl.static_range(1, 5):
+        code += gl.where((others < 0.5) & (others <= 2.0 ** -k), 1, 0)
+    return code
+
+
+@gluon.jit
 def consume(out, lse, row_top, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full,
             k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr,
             WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr,
@@ -408,9 +420,7 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
         store_rows(out, result, q_row + WARPGROUP * ROWS, rows, heads, head, D)
         log2_sum = maximum + gl.log2(gl.where(empty, 1.0, denominator))
         gl.store(lse + side + local, gl.where(empty, float("-inf"), log2_sum * 0.6931471805599453), mask=local < rows)
-        top = gl.maximum(gl.minimum(largest - log2_sum, 0.0), -127.0)
-        top = gl.where(top == top, top, 0.0).to(gl.int32) + 127  # a conversion rounds negative numbers up
-        gl.store(row_top + side + local, gl.where(empty, 0, top).to(gl.uint8), mask=local < rows)
+        gl.store(row_top + side + local, gl.where(empty, 0, top_code(largest - log2_sum)).to(gl.uint8), mask=local < rows)
     if WARPGROUPS == 2 and WARPGROUP == 0:
         take_turn(0)
 

@@ -1,10 +1,11 @@
 """Tables of the one-pass backward, made on the GPU: what dS, dQ, dK and dV of each query tile are relative to.
 
 One dS serves dK, which contracts queries, and dQ, which contracts keys. It is relative to an exponent of each 32 queries, known
-before the loop from a bound: a row of dS is at most the row's largest probability (`ops.saved`) times X = |dO| |V| + |D|, with the
-largest |V| that the row sees. dK's sum takes what tells these blocks apart from Q's codes instead, which `transposed_queries`
-brings down by `q_shift` to an exponent of the tile that runs with the loop, from a document's last tile to the first. dQ leaves
-the kernel as float16, relative to a bound on its row: the sum of a row of dS is at most X.
+before the loop from a bound: a row of dS is at most the row's largest probability P times X = |dO| |V| + |D|, with the largest
+|V| that the row sees, and also at most 2 (1 - P) |dO| |V|, for dP - D is a mean of differences (`ops.saved` has both factors).
+dK's sum takes what tells these blocks apart from Q's codes instead, which `transposed_queries` brings down by `q_shift` to an
+exponent of the tile that runs with the loop, from a document's last tile to the first. dQ leaves the kernel as float16,
+relative to a bound on its row: the sum of a row of dS is at most X.
 """
 
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def _seen_sizes(documents, v_size, k_top, v_seen, k_seen, k_count, LOWEST: tl.co
 
 @triton.jit(do_not_specialize=["groups", "q_count", "k_count", "head_stride", "document_extra"])
 def _needs(documents, q_tiles, q_scales, row_top, do_size, delta, v_seen, k_seen, ds_exponent, dk_exponent, exponent, groups,
-           q_count, k_count, head_stride, document_extra, LOWEST: tl.constexpr):
+           q_count, k_count, head_stride, document_extra, LOWEST: tl.constexpr, HAS_LSE: tl.constexpr):
     """Of the 128 queries of a padded tile and head: by 32, dS's exponent and that plus Q's; by row, what its float16 dQ is relative
     to, without dS's exponent, which `_vectors` adds. Programs: query tiles x heads."""
     tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -82,12 +83,18 @@ def _needs(documents, q_tiles, q_scales, row_top, do_size, delta, v_seen, k_seen
         largest = tl.load(v_seen + k_start * 4 + limit // 32, mask=seen, other=LOWEST)
         size = tl.load(do_size + side, mask=seen, other=0.0)
         d = tl.load(delta + side, mask=seen, other=0.0)
-        x = size * tl.exp2(largest) + tl.abs(d)
+        far = size * tl.exp2(largest)
+        x = far + tl.abs(d)
         x = tl.where(x == x, x, 0.0)
         x = tl.where(seen & (x > 0), tl.log2(tl.maximum(x, 2.0**-126)), LOWEST)
         top = tl.load(row_top + side, mask=seen, other=0).to(tl.float32) - 127.0
-        # A bound of 2^8 is below 448, and the rest of it is room for the rounding of P.
-        need = tl.where(seen, tl.ceil(top + x) - 8.0, LOWEST)
+        bound = tl.minimum(top, 0.0) + x
+        if not HAS_LSE:  # a gradient of lse does not cancel in a mean of differences
+            far = tl.where(far == far, far, 0.0)
+            others = tl.where(far > 0, tl.log2(tl.maximum(far, 2.0**-126)), LOWEST) + (1.0 - top)
+            bound = tl.where(top > 0, tl.minimum(bound, others), bound)
+        # A bound of 2^8 is below 448, and the rest of it is room for the rounding of P and D.
+        need = tl.where(seen, tl.ceil(bound) - 8.0, LOWEST)
         blocks = tl.max(tl.reshape(need, [4, 32]), 1)
         blocks = tl.minimum(tl.maximum(blocks, -100.0), 100.0)
         block = tl.arange(0, 4)
@@ -196,8 +203,9 @@ class OnePassRecords:
 
 
 def one_pass_records(tiling: Tiling, q_scales: Tensor, row_top: Tensor, made: Gradient, lse: Tensor, *, kv_heads: int,
-                     factor: float, head_stride: int, document_extra: int) -> OnePassRecords:
-    """Tables of one call; `factor` turns products of Q's and K's values into base-two scores."""
+                     factor: float, head_stride: int, document_extra: int, has_lse: bool) -> OnePassRecords:
+    """Tables of one call; `factor` turns products of Q's and K's values into base-two scores. `has_lse`: D holds a gradient of
+    lse."""
     heads, q_count, k_count = made.do_group.shape[0], tiling.q_tiles.numel(), tiling.k_tiles.numel()
     documents, groups = tiling.documents.shape[0], heads // kv_heads
 
@@ -216,7 +224,7 @@ def one_pass_records(tiling: Tiling, q_scales: Tensor, row_top: Tensor, made: Gr
                                            CHUNK=64, num_warps=1)
         _needs[(q_count, heads)](tiling.documents, tiling.q_tiles, q_scales, row_top, made.do_size, made.delta, v_seen, k_seen,
                                  ds_exponent, dk_exponent, result.exponent, groups, q_count, k_count, *sides, LOWEST=LOWEST,
-                                 num_warps=1)
+                                 HAS_LSE=has_lse, num_warps=1)
         references(tiling, made.do_group, reference_v, lift_v, groups, LOWEST_REFERENCE)
         references(tiling, dk_exponent, suffix, unused, groups, LOWEST)
         _vectors[(q_count, heads)](tiling.documents, tiling.q_tiles, q_scales, made.do_group, lse, made.delta, reference_v, lift_v,

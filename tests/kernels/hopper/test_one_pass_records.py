@@ -14,7 +14,7 @@ def test_records_equal_the_python_model():
     run_interpreted(__file__, "TestInterpreted")
 
 
-def call(lengths, tail, align="bottom_right", change=None):
+def call(lengths, tail, align="bottom_right", change=None, has_lse=False):
     """Tiling, inputs by name and records of packed documents; `change` edits the inputs before."""
     from types import SimpleNamespace
 
@@ -37,14 +37,14 @@ def call(lengths, tail, align="bottom_right", change=None):
         for first in range(q_start, q_start + q_len, 32):
             q_scales[:, first:min(first + 32, q_start + q_len)] = q_scales[:, first, None]
     q_scales[0, :32] = 0  # zeros
-    row_top = numbers(110, 128, HEADS, tokens).to(torch.uint8)
+    row_top = numbers(110, 132, HEADS, tokens).to(torch.uint8)
     lse = torch.randn(HEADS, tokens, generator=generator)
     x["delta"][5], x["do_group"][1, 2] = math.nan, math.nan
     if change is not None:
         change(x)
     records = one_pass_records(tiling, q_scales, row_top, SimpleNamespace(**x), lse, kv_heads=KV_HEADS, factor=FACTOR,
-                               head_stride=tokens, document_extra=0)
-    return tiling, SimpleNamespace(**x, q_scales=q_scales, row_top=row_top, lse=lse, tokens=tokens), records
+                               has_lse=has_lse, head_stride=tokens, document_extra=0)
+    return tiling, SimpleNamespace(**x, q_scales=q_scales, row_top=row_top, lse=lse, has_lse=has_lse), records
 
 
 DOCUMENTS = [([300, 0, 1, 70, 128], 37), ([64, 65], 0), ([700] * 2, 1)]
@@ -64,7 +64,11 @@ def bounds(x, limit, k_tile, token, head):
     largest = x.v_size[head // 2, 4 * k_tile:4 * k_tile + limit // 32 + 1].max()
     size = x.do_size.view(HEADS, -1)[head, token] * 2**largest + x.delta.view(HEADS, -1)[head, token].abs()
     size = math.log2(size) if size > 0 else -200.0  # NaN is not
-    return size, size + x.row_top[head, token].item() - 127
+    top = x.row_top[head, token].item() - 127
+    if top <= 0 or x.has_lse:
+        return size, size + min(top, 0)
+    others = x.do_size.view(HEADS, -1)[head, token].item() * 2.0**largest.item()
+    return size, min(size, math.log2(max(others, 2.0**-126)) + 1 - top)
 
 
 def exponents(tiling, x):
@@ -80,8 +84,9 @@ def exponents(tiling, x):
 @only_interpreted
 @pytest.mark.parametrize(("lengths", "tail"), DOCUMENTS, ids=str)
 class TestInterpreted:
-    def test_gradients_of_scores_stay_below_the_largest_code(self, lengths, tail):
-        tiling, x, records = call(lengths, tail)
+    @pytest.mark.parametrize("has_lse", [False, True], ids=["", "lse has a gradient"])
+    def test_gradients_of_scores_stay_below_the_largest_code(self, lengths, tail, has_lse):
+        tiling, x, records = call(lengths, tail, has_lse=has_lse)
         own = exponents(tiling, x)
         for token, row, limit, k_tile, _ in rows_of(tiling):
             for head in range(HEADS if limit >= 0 else 0):
