@@ -200,7 +200,8 @@ def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k
         value_scale = gl.exp2(exponent_of(v_code))
         table = kv_head.to(gl.int64) * tiles_in_all + document_tile
         mine = tiles_of(tiles, first, shift, valid, rows, groups)
-        tile = gl.maximum(first + tiles - 1, 0)
+        # Keys that no query meets start past the last tile, where no reference is; that of the last is read, and not used.
+        tile = gl.maximum(gl.minimum(first + tiles, (q_len + COLUMNS - 1) // COLUMNS) - 1, 0)
         promoted_v = gl.load(references_v + table + tile)
         promoted_k = gl.load(references_k + table + tile)
         dk = gl.zeros([ROWS, D], gl.float32, SUM)
