@@ -366,6 +366,8 @@ def reduce_queries(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_
                     row -= COLUMNS
                 else:
                     channel += D
+        if number == 0:  # a copy that is under way lets its memory neither be filled anew nor be given back
+            mbarrier.wait(k_t_full, turn & 1)
         step += number
         turn += 1
     tma.store_wait(0)
