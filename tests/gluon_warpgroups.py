@@ -2,8 +2,8 @@
 
 Each warpgroup is a thread. One runs at a time, until a barrier makes it wait, so that the order is always the same. Barriers count
 arrivals and bytes as the hardware's do, and warpgroups that wait for each other for ever are an error. Memory starts as NaN. A bulk
-load is there at once, which spoils what is still in use; what a bulk copy adds to global memory is read when the kernel waits for
-that, which misses what was overwritten before.
+load makes it NaN again, and lands when its barrier is waited for; what a bulk copy adds to global memory is read when the kernel
+waits for that. So what is loaded too early, read too early or overwritten too early shows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +41,7 @@ class Barrier:
 
     def __init__(self) -> None:
         self.count = self.missing = self.bytes = self.phase = 0
+        self.loads: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def index(self, number: Any) -> Barrier:
         return self
@@ -54,12 +56,21 @@ class Barrier:
         if self.missing == self.bytes == 0:
             self.phase, self.missing = 1 - self.phase, self.count
 
+    def passed(self, parity: int) -> bool:
+        """Whether the phase of this parity is over, if all that was started lands now."""
+        while self.loads:
+            destination, part, size = self.loads.pop(0)
+            destination.zero_()  # past the end
+            destination[tuple(slice(0, n) for n in part.shape)] = part
+            self.add(0, -size)
+        return self.phase != parity
+
 
 class Barriers:
     """A ring of them."""
 
-    def __init__(self, count: int) -> None:
-        self.barriers = [Barrier() for _ in range(count)]
+    def __init__(self, barriers: list[Barrier]) -> None:
+        self.barriers = barriers
 
     def index(self, number: Any) -> Barrier:
         return self.barriers[int(raw(number))]
@@ -139,13 +150,15 @@ def _wait(barrier: Barrier, parity: Any) -> None:
     parity = int(raw(parity))
     current = threading.current_thread()
     assert isinstance(current, Warpgroup)
-    current.wait_until(lambda: barrier.phase != parity)
+    current.wait_until(lambda: barrier.passed(parity))
 
 
-def _allocate(dtype: torch.dtype, sizes: Any, layout: Any, value: Any = None) -> Any:
-    """Every byte 255: NaN in each format."""
+def _allocate(barriers: list[Barrier], dtype: torch.dtype, sizes: Any, layout: Any, value: Any = None) -> Any:
+    """Every byte 255: NaN in each format. Adds barriers to the list."""
     if layout == "barrier":
-        return Barriers(sizes[0]) if len(sizes) == 2 else Barrier()
+        ring = [Barrier() for _ in range(sizes[0])]
+        barriers += ring
+        return Barriers(ring) if len(sizes) == 2 else ring[0]
     sizes = shape_of(sizes)
     memory = Memory(torch.full((*sizes[:-1], sizes[-1] * dtype.itemsize), 255, dtype=torch.uint8).view(dtype))
     if value is not None:
@@ -154,13 +167,10 @@ def _allocate(dtype: torch.dtype, sizes: Any, layout: Any, value: Any = None) ->
 
 
 def _load(descriptor: Descriptor, place: Any, barrier: Barrier, destination: Memory) -> None:
-    """A bulk tensor copy: zeros past the end."""
-    part = descriptor.block(place)
+    """Start a bulk tensor copy."""
     assert destination.shape == descriptor.block_type.shape
-    codes = destination.data.view(torch.uint8) if destination.data.dtype.itemsize == 1 else destination.data
-    codes.zero_()
-    codes[tuple(slice(0, n) for n in part.shape)] = part.view(codes.dtype)
-    barrier.add(0, -descriptor.block_type.nbytes)
+    destination.data.view(torch.uint8).fill_(255)
+    barrier.loads.append((destination.data, descriptor.block(place), descriptor.block_type.nbytes))
 
 
 class _Additions:
@@ -195,18 +205,20 @@ COPIES = SimpleNamespace(commit_group=lambda: None, wait_group=lambda left: None
 
 @contextmanager
 def memory_of(*modules: ModuleType) -> Iterator[None]:
-    """`on_cpu`, with memory, barriers and copies; nothing that was to be added to global memory may be left at the end."""
-    additions = _Additions()
+    """`on_cpu`, with memory, barriers and copies, none of which may be under way at the end."""
+    additions, barriers = _Additions(), list[Barrier]()
     names = {"mbarrier": MBARRIER, "tma": SimpleNamespace(store_wait=additions.wait), "tma_load": _load, "tma_add": additions.start,
              "reinterpreted": _reinterpreted, "async_copy": COPIES, "copy_async": _copy_async, "barrier": lambda: None}
     with ExitStack() as stack:
         stack.enter_context(on_cpu(*modules))
-        stack.enter_context(patch.multiple(LANGUAGE, create=True, allocate_shared_memory=_allocate, warp_specialize=_specialize))
+        stack.enter_context(patch.multiple(LANGUAGE, create=True, allocate_shared_memory=partial(_allocate, barriers),
+                                           warp_specialize=_specialize))
         for module in modules:
             for name in names.keys() & vars(module).keys():
                 stack.enter_context(patch.object(module, name, names[name]))
         yield
     assert not additions.pending
+    assert not any(barrier.loads for barrier in barriers)
 
 
 def _argument(x: Any) -> Any:
