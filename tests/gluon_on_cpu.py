@@ -1,8 +1,9 @@
 """Gluon device functions as plain Python on CPU tensors: arithmetic, masks, indices and order of what they do, not layouts.
 
 `on_cpu(module)` runs the bodies of a module's device functions with another `gl`: layouts are forgotten, copies to shared memory
-and barriers do nothing, wgmma is a matrix product in float32, a tile in shared memory is a tensor or a queue of them (`Ring`), and
-inline PTX is what its docstring says (tests/gpu/test_hopper_inline.py holds the PTX to that).
+and barriers do nothing, wgmma is a matrix product in float32, a tile in shared memory is a tensor or a queue of them (`Tiles`), and
+inline PTX is what its docstring says (tests/gpu/test_hopper_inline*.py hold the PTX to that). Warpgroups that wait for each other
+have real memory and barriers: `gluon_warpgroups`.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Value:
         return SimpleNamespace(element_ty=self.data.dtype)
 
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Value:
+        if dtype == torch.uint32:  # for which torch has no comparisons: the same number, in int64
+            return Value(self.data.long() & 0xFFFFFFFF)
         return Value(self.data.contiguous().view(dtype) if bitcast else self.data.to(dtype))
 
     def reshape(self, sizes: Any) -> Value:
@@ -90,10 +93,20 @@ def _binary(function: Callable[[Any, Any], Any], swapped: bool) -> Callable[[Val
     return apply
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "lshift", "rshift"):
+def _quotient(a: Any, b: Any) -> Any:
+    """Triton's whole division, towards zero."""
+    return torch.div(a, b, rounding_mode="trunc")
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    return a - b * _quotient(a, b)
+
+
+for _name in ("add", "sub", "mul", "truediv", "lshift", "rshift"):
     setattr(Value, f"__{_name}__", _binary(getattr(operator, _name), False))
     setattr(Value, f"__r{_name}__", _binary(getattr(operator, _name), True))
-for _name, _function in (("and", operator.and_), ("or", operator.or_)):
+for _name, _function in (("and", operator.and_), ("or", operator.or_), ("xor", operator.xor), ("floordiv", _quotient),
+                         ("mod", _remainder)):
     setattr(Value, f"__{_name}__", _binary(_function, False))
     setattr(Value, f"__r{_name}__", _binary(_function, True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
@@ -101,28 +114,38 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
 
 
 class Pointer:
-    """Elements of a contiguous tensor."""
+    """Elements of a tensor, from its first to its last; no others."""
 
     def __init__(self, memory: torch.Tensor, offset: Any = 0) -> None:
-        self.memory, self.offset = memory, torch.as_tensor(raw(offset))
+        reach = 1 + sum((n - 1) * stride for n, stride in zip(memory.shape, memory.stride(), strict=True)) if memory.numel() else 0
+        self.memory, self.offset = memory.as_strided((reach,), (1,)), torch.as_tensor(raw(offset))
         self.dtype = SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.memory, self.offset + raw(other))
 
+    def to(self, dtype: torch.dtype, bitcast: bool) -> Pointer:
+        memory = self.memory.view(dtype)
+        return Pointer(memory, self.offset * self.memory.element_size() // memory.element_size())
+
+    def _checked(self, offset: torch.Tensor) -> torch.Tensor:
+        if offset.numel() and not (offset.min() >= 0 and offset.max() < self.memory.numel()):
+            raise IndexError(f"offsets {offset.min()} to {offset.max()} of {self.memory.numel()} elements")
+        return offset.long()
+
     def load(self, mask: Any = None, other: Any = 0) -> Value:
-        flat = self.memory.view(-1)
         if mask is None:
-            return Value(flat[self.offset.long()])
+            return Value(self.memory[self._checked(self.offset)])
         mask = torch.as_tensor(raw(mask)).broadcast_to(self.offset.shape)
-        found = flat[torch.where(mask, self.offset, 0).long()]
-        return Value(torch.where(mask, found, torch.as_tensor(other, dtype=found.dtype)))
+        found = torch.full(self.offset.shape, other, dtype=self.memory.dtype)
+        found[mask] = self.memory[self._checked(self.offset[mask])]
+        return Value(found)
 
     def store(self, value: Any, mask: Any = None) -> None:
         value = torch.as_tensor(raw(value)).to(self.memory.dtype)
         offset, value = torch.broadcast_tensors(self.offset, value)
         mask = torch.ones(offset.shape, dtype=torch.bool) if mask is None else torch.as_tensor(raw(mask)).broadcast_to(offset.shape)
-        self.memory.view(-1)[offset[mask].long()] = value[mask]
+        self.memory[self._checked(offset[mask])] = value[mask]
 
 
 class Tiles(Value):
@@ -196,10 +219,16 @@ def _max_of_numbers(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.where(x.isnan(), -torch.inf, x).amax(dim)
 
 
+def _min_of_numbers(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.where(x.isnan(), torch.inf, x).amin(dim)
+
+
 LANGUAGE = SimpleNamespace(
-    constexpr=lambda x: x, float32=torch.float32, int32=torch.int32, int64=torch.int64, float8e4nv=torch.float8_e4m3fn,
+    constexpr=lambda x: x, float32=torch.float32, float16=torch.float16, uint8=torch.uint8, int16=torch.int16, int32=torch.int32,
+    uint32=torch.uint32, int64=torch.int64, float8e4nv=torch.float8_e4m3fn, min=_reduced(_min_of_numbers),
     max=_reduced(_max_of_numbers), sum=_reduced(torch.sum), reduce=_reduce, where=_where, maximum=_both(torch.fmax),
-    minimum=_both(torch.minimum), div_rn=_both(torch.div), abs=lambda x: Value(x.data.abs()), ceil=lambda x: Value(x.data.ceil()),
+    minimum=_both(torch.fmin), sqrt=lambda x: Value(x.data.sqrt()), to_tensor=Value,
+    div_rn=_both(torch.div), abs=lambda x: Value(x.data.abs()), ceil=lambda x: Value(x.data.ceil()),
     exp2=lambda x: Value(torch.exp2(torch.as_tensor(raw(x)))), log2=lambda x: Value(torch.log2(x.data)),
     arange=lambda start, stop, layout: Value(torch.arange(start, int(raw(stop)), dtype=torch.int32)),
     zeros=lambda sizes, dtype, layout: Value(torch.zeros(shape_of(sizes), dtype=dtype)),
@@ -209,8 +238,10 @@ LANGUAGE = SimpleNamespace(
     join=lambda a, b: Value(torch.stack([a.data, b.data], -1)), static_range=range,
     load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
     store=lambda pointer, value, mask=None: pointer.store(value, mask),
-    program_id=lambda axis: Value(0), num_programs=lambda axis: Value(1), BlockedLayout=lambda *_: None,
-    SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda **_: None)
+    reshape=lambda x, sizes: x.reshape(sizes), permute=lambda x, order: x.permute(order), pointer_type=lambda dtype: dtype,
+    program_id=lambda axis: Value(0), num_programs=lambda axis: Value(1), num_warps=lambda: 4, BlockedLayout=lambda *_: None,
+    SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda **_: None,
+    DistributedLinearLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None, NVMMASharedLayout=lambda **_: None)
 """`gl`. NaN is no number to maxima, unless a caller combines by itself."""
 
 
@@ -228,7 +259,47 @@ def _pair_bf16(even: Value, odd: Value) -> Value:
     return Value(torch.stack([even.data.bfloat16(), odd.data.bfloat16()], -1).view(torch.int32)[..., 0])
 
 
-def _warpgroup_mma(a: Value, b: Value, c: Value, *, use_acc: bool, is_async: bool) -> Value:
+def _bytes_of(words: Value) -> torch.Tensor:
+    """[..., 4] uint8, the lowest byte first."""
+    return words.data.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+
+
+def _words_of(parts: torch.Tensor) -> Value:
+    """The inverse of `_bytes_of`."""
+    return Value(parts.contiguous().view(torch.int32)[..., 0])
+
+
+def _values_of(words: Value) -> tuple[Value, ...]:
+    return tuple(Value(x.float()) for x in _bytes_of(words).view(torch.float8_e4m3fn).unbind(-1))
+
+
+def _transposed_bytes(upper: Value, lower: Value) -> tuple[Value, Value]:
+    pairs = torch.stack([_bytes_of(upper), _bytes_of(lower)], -1).flatten(-2)
+    return _words_of(pairs[..., :4]), _words_of(pairs[..., 4:])
+
+
+def _halves(words: Value) -> tuple[Value, ...]:
+    return tuple(Value(x) for x in words.data.contiguous().view(torch.int16).unflatten(-1, (-1, 2)).unbind(-1))
+
+
+def _from_lane(x: Value, distance: int) -> Value:
+    """Lanes hold pairs of the columns of an accumulator."""
+    return Value(x.data[:, torch.arange(x.shape[1]) ^ 2 * distance])
+
+
+def _swap(words: Value) -> Value:
+    """Rows (.., j, c of 4, e), one a lane, against the two low channel bits: j with the higher, e with the lower."""
+    parts = _bytes_of(words).reshape(-1, 2, 4, 2, words.shape[1], 2, 2)
+    return _words_of(parts.permute(0, 5, 2, 6, 4, 1, 3).reshape(*words.shape, 4))
+
+
+def _larger_pair(a: Value, b: Value) -> Value:
+    """Of 16 bits without a sign, which magnitudes do not use."""
+    return Value(torch.stack([torch.maximum(x.data, y.data) for x, y in zip(_halves(a), _halves(b), strict=True)], -1)
+                 .view(torch.int32)[..., 0])
+
+
+def _warpgroup_mma(a: Value, b: Value, c: Value, *, use_acc: bool = True, is_async: bool) -> Value:
     product = a.data.float() @ b.data.float()
     return Value(product + c.data if use_acc else product)
 
@@ -236,7 +307,14 @@ def _warpgroup_mma(a: Value, b: Value, c: Value, *, use_acc: bool, is_async: boo
 INLINE = {
     "keep_visible": lambda x, distance: _where(distance >= 0, x, -torch.inf), "pack_e4m3": _pack_e4m3, "unpack_e4m3": _unpack_e4m3,
     "pair_bf16": _pair_bf16, "uniform": lambda x: x, "take_turn": lambda _: None, "pass_turn": lambda _: None,
-    "nan_maximum": lambda a, b: Value(torch.maximum(a.data, b.data))}
+    "nan_maximum": lambda a, b: Value(torch.maximum(a.data, b.data)), "zero_with": lambda x, p: _where(p == 0, 0.0, x),
+    "values_of": _values_of, "transposed_bytes": _transposed_bytes, "halves": _halves, "from_lane": _from_lane, "_swap": _swap,
+    "swap_middle_bytes": lambda words: _words_of(_bytes_of(words)[..., [0, 2, 1, 3]]), "_larger_pair": _larger_pair,
+    "scale_rows_if_needed": lambda x, factor, count: x * factor,
+    "pair": lambda even, odd: Value(torch.stack([even.data.half(), odd.data.half()], -1).view(torch.int32)[..., 0]),
+    "lower_half": lambda words: Value(_halves(words)[0].data.view(torch.float16).float()),
+    "upper_half": lambda words: Value(_halves(words)[1].data.view(torch.float16).float())}
+
 
 def _wait(barrier: Any, phase: Any) -> None:
     """A barrier that has something to tell is told that it was waited for."""
