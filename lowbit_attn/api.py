@@ -113,7 +113,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
         raise ValueError(f"causal_align: got {causal_align!r}; accepted: None, 'top_left', 'bottom_right'")
     if is_causal and causal_align is None and query.shape[2] != key.shape[2]:
         raise ValueError(f"causal_align: got None with is_causal, {query.shape[2]} queries and {key.shape[2]} keys; accepted: "
-                         "'top_left' (torch SDPA) or 'bottom_right' (flash-attention)")
+                         "'top_left' (torch SDPA) or 'bottom_right' (flash-attention); tensors are [B, H, S, D]")
     if key_lengths is not None:
         validation.check_index("key_lengths", key_lengths, query.shape[0], query.device)
     bottom_right = causal_align == "bottom_right"

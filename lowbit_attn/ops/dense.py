@@ -25,7 +25,7 @@ def require_trainable(recipe: Recipe) -> None:
     refusal = recipe.training_refusal
     if refusal:
         raise ValueError(f"recipe: got {recipe.canonical!r}, which is for inference only, with inputs that require grad "
-                         f"({refusal}); accepted: a recipe that trains (mxfp8), or torch.no_grad()")
+                         f"({refusal}); accepted: a recipe that trains (mxfp8 for one), or torch.no_grad()")
 
 
 def require_causal(recipe: Recipe, is_causal: bool) -> None:
