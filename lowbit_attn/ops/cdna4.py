@@ -2,9 +2,8 @@
 
 from torch import Tensor
 
-from lowbit_attn.ops.saved import empty_saved, flatten_saved
+from lowbit_attn.ops.saved import empty_saved, saved_inputs
 from lowbit_attn.recipes import Recipe
-from lowbit_attn.reference import Saved
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale: float | None, save: bool,
@@ -16,6 +15,5 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
 
     output, lse = kernels.forward(query, key, value, recipe, loader.run, scale=scale, key_lengths=key_lengths, cu_seq=cu_seq,
                                   longest=longest)
-    # The tensors stand as the operator has them, packed or not: nothing is to be turned.
-    saved = flatten_saved(Saved(query, key, value), packed=True) if save else empty_saved(query, key, value, recipe, False)
+    saved = saved_inputs(query, key, value, recipe) if save else empty_saved(query, key, value, recipe, False)
     return (output, lse, *saved)

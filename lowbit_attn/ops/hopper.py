@@ -24,18 +24,16 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     """Output, lse and the seven tensors of `ops.saved`, for [B, S, H, D] or, with `cu_seq`, packed [T, H, D]."""
     from lowbit_attn.kernels.hopper import attention
 
-    if save and not recipe.saves_codes:  # the backward reads the inputs
-        output, lse, *_ = forward(query, key, value, recipe, scale=scale, is_causal=is_causal, save=False,
-                                  bottom_right=bottom_right, key_lengths=key_lengths, cu_seq=cu_seq)
-        return (output, lse, *saved_inputs(query, key, value, recipe))
     kernels = host(recipe)
+    codes = save and recipe.saves_codes
     prepared = kernels.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
-                               key_lengths=key_lengths, cu_seq=cu_seq, save=save)
+                               key_lengths=key_lengths, cu_seq=cu_seq, save=codes)
     output, lse, *row_top = kernels.run(prepared)
-    if not save:
-        return (output, lse, *empty_saved(query, key, value, recipe, False))
-    saved = attention.saved_for_backward(prepared)
-    return (output, lse, *saved, *(row_top or [torch.full_like(saved[1], 127)]))  # recipes for inference know no row_top
+    if not codes:
+        saved = saved_inputs(query, key, value, recipe) if save else empty_saved(query, key, value, recipe, False)
+        return (output, lse, *saved)
+    coded = attention.saved_for_backward(prepared)
+    return (output, lse, *coded, *(row_top or [torch.full_like(coded[1], 127)]))  # recipes for inference know no row_top
 
 
 def backward_refusal(recipe: Recipe, head_dim: int) -> str | None:

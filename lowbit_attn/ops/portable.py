@@ -1,8 +1,9 @@
 """The operators on backend "triton"; imports the kernels, and Triton, when it is first called."""
 
+import torch
 from torch import Tensor
 
-from lowbit_attn.ops.saved import empty_saved
+from lowbit_attn.ops.saved import empty_saved, saved_inputs
 from lowbit_attn.recipes import Recipe
 
 
@@ -14,12 +15,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
 
     prepared = attention.prepare(query, key, value, recipe, scale=scale, is_causal=is_causal, bottom_right=bottom_right,
                                  key_lengths=key_lengths, cu_seq=cu_seq, save=save)
-    saved: tuple[Tensor, ...] | list[Tensor] = empty_saved(query, key, value, recipe, save)
     if save and recipe.saves_codes:
-        saved = (*attention.saved_for_backward(prepared), saved[-1].fill_(127))
-    elif save:
-        for copy, x in zip(saved[:6:2], (query, key, value), strict=True):
-            copy.copy_(x)
+        codes = attention.saved_for_backward(prepared)
+        return (*attention.run(prepared), *codes, torch.full_like(codes[1], 127))
+    saved = saved_inputs(query, key, value, recipe) if save else empty_saved(query, key, value, recipe, False)
     return (*attention.run(prepared), *saved)
 
 

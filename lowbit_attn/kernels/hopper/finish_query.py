@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from lowbit_attn.kernels.hopper.inline import pair, pair_bf16
 from lowbit_attn.kernels.hopper.quantize import DTYPES
-from lowbit_attn.kernels.hopper.quantize_tile import ROWS, along, load_channels, per_lane, pieces, swizzled
+from lowbit_attn.kernels.hopper.quantize_tile import ROWS, along, load_channels, per_lane, store_codes
 from lowbit_attn.kernels.tiling import Tiling
 
 
@@ -49,13 +49,8 @@ def finish_query(partial, exponent, out, documents, q_tiles, scale, heads, q_cou
         lane = gl.arange(0, ROWS, gl.SliceLayout(1, per_lane(64, 1)))
         factor = gl.exp2(gl.load(exponent + head.to(gl.int64) * (q_count * ROWS) + tile * ROWS + lane)) * scale
         words = _words(even * along(factor, even), odd * along(factor, odd), DTYPE)
-        WIDTH: gl.constexpr = words.shape[1]
-        LAYOUT: gl.constexpr = pieces(ROWS, WIDTH, gl.num_warps())
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        column = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-        piece = gl.allocate_shared_memory(gl.int32, [ROWS, WIDTH], swizzled(WIDTH), words).load(LAYOUT)
-        start = out.to(gl.pointer_type(gl.int32), bitcast=True) + (token * heads + head) * WIDTH
-        gl.store(start + ((row * (heads * WIDTH))[:, None] + column[None, :]), piece, mask=(row < rows)[:, None])
+        # Words of the output where there are four codes: so many channels, as far as the addresses go.
+        store_codes(out, words, token, head, heads, rows, 0, 4 * words.shape[1])
 
 
 def finished_query(partial: Tensor, exponent: Tensor, out: Tensor, tiling: Tiling, *, scale: float, rotate: bool) -> None:

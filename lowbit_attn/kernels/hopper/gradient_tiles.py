@@ -8,8 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from lowbit_attn.kernels.hopper.compat import tma_load
 from lowbit_attn.kernels.hopper.forward import ROWS, by_row, by_thread, rescale, scale_of
-from lowbit_attn.kernels.hopper.inline import from_lane
+from lowbit_attn.kernels.hopper.inline import from_lane, uniform
 
 TOP = gl.constexpr(448.0)
 """The largest E4M3 value."""
@@ -53,6 +54,30 @@ def barriers(STAGES: gl.constexpr):
         mbarrier.init(columns_full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     return stays_full, stays_empty, rows_full, columns_full, empty
+
+
+@gluon.jit
+def load_tile(step, tile, head, q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, q_smem, do_smem, q_t_smem, do_t_smem, vectors,
+              rows_full, columns_full, empty, q_start, document_tile, tiles_in_all, D: gl.constexpr, STAGES: gl.constexpr):
+    """Start loading a query tile of a head for dK and dV, the ring's `step`th."""
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(rows_full.index(stage), 2 * q_desc.block_type.nbytes + vector_desc.block_type.nbytes)
+    tma_load(q_desc, [q_start + tile * COLUMNS, head * D], rows_full.index(stage), q_smem.index(stage))
+    tma_load(vector_desc, [(head * tiles_in_all + document_tile + tile) * 256], rows_full.index(stage), vectors.index(stage))
+    tma_load(do_desc, [q_start + tile * COLUMNS, head * D], rows_full.index(stage), do_smem.index(stage))
+    mbarrier.expect(columns_full.index(stage), 2 * q_t_desc.block_type.nbytes)
+    tma_load(do_t_desc, [head * D, (document_tile + tile) * COLUMNS], columns_full.index(stage), do_t_smem.index(stage))
+    tma_load(q_t_desc, [head * D, (document_tile + tile) * COLUMNS], columns_full.index(stage), q_t_smem.index(stage))
+
+
+@gluon.jit
+def tiles_of(tiles, first, shift, valid, rows, groups, COLUMNS: gl.constexpr):
+    """How many of an entry's query tiles of COLUMNS, times heads, 64 keys meet, whose first is seen from query `shift` on: those
+    that only earlier keys meet come last."""
+    mine = gl.maximum(tiles - (gl.maximum(shift, 0) // COLUMNS - first), 0) * groups
+    return uniform(gl.where((valid > 0) & (rows > 0), gl.minimum(mine, tiles * groups), 0))
 
 
 @gluon.jit

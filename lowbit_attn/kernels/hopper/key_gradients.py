@@ -27,6 +27,7 @@ from lowbit_attn.kernels.hopper.gradient_tiles import (
     column_vector,
     exponent_of,
     flat,
+    load_tile,
     operand_layout,
     over_blocks,
     over_rows,
@@ -38,6 +39,7 @@ from lowbit_attn.kernels.hopper.gradient_tiles import (
     start_of,
     store_rows,
     sum_layout,
+    tiles_of,
     with_master,
 )
 from lowbit_attn.kernels.hopper.inline import uniform
@@ -71,16 +73,8 @@ def load_tiles(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc
         for i in range(0, tiles * groups):
             tile = first + tiles - 1 - i // groups
             head = kv_head * groups + i % groups
-            stage = step % STAGES
-            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(rows_full.index(stage), 2 * q_desc.block_type.nbytes + vector_desc.block_type.nbytes)
-            tma_load(q_desc, [q_start + tile * COLUMNS, head * D], rows_full.index(stage), q_smem.index(stage))
-            tma_load(vector_desc, [(head * tiles_in_all + document_tile + tile) * 256], rows_full.index(stage),
-                     vectors.index(stage))
-            tma_load(do_desc, [q_start + tile * COLUMNS, head * D], rows_full.index(stage), do_smem.index(stage))
-            mbarrier.expect(columns_full.index(stage), 2 * q_t_desc.block_type.nbytes)
-            tma_load(do_t_desc, [head * D, (document_tile + tile) * COLUMNS], columns_full.index(stage), do_t_smem.index(stage))
-            tma_load(q_t_desc, [head * D, (document_tile + tile) * COLUMNS], columns_full.index(stage), q_t_smem.index(stage))
+            load_tile(step, tile, head, q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, q_smem, do_smem, q_t_smem, do_t_smem,
+                      vectors, rows_full, columns_full, empty, q_start, document_tile, tiles_in_all, D, STAGES)
             step += 1
 
 
@@ -175,8 +169,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
         weight = gl.maximum(gl.load(record + 134, mask=tiles > 0, other=0.0), gl.load(record + 135, mask=tiles > 0, other=0.0))
         reference = gl.maximum(gl.maximum(start_of(v_exponent) + (q_exponent - 7.0), weight - SLACK), LOWEST)
         # Tiles that only the other warpgroup's keys see come last.
-        mine = gl.maximum(tiles - (gl.maximum(shift, 0) // COLUMNS - first), 0) * groups
-        mine = uniform(gl.where((valid > 0) & (rows > 0), gl.minimum(mine, tiles * groups), 0))
+        mine = tiles_of(tiles, first, shift, valid, rows, groups, COLUMNS)
         dk = gl.zeros([ROWS, D], gl.float32, SUM)
         dv = gl.zeros([ROWS, D], gl.float32, SUM)
         promoted_v = base

@@ -25,6 +25,7 @@ from lowbit_attn.kernels.hopper.gradient_tiles import (
     column_vector,
     exponent_of,
     flat,
+    load_tile,
     operand_layout,
     over_blocks,
     over_rows,
@@ -33,6 +34,7 @@ from lowbit_attn.kernels.hopper.gradient_tiles import (
     rotated,
     store_rows,
     sum_layout,
+    tiles_of,
     with_master,
 )
 from lowbit_attn.kernels.hopper.inline import halves, transposed_bytes, uniform, zero_with
@@ -146,14 +148,6 @@ def advance(step, next_step, k, v, q_smem, do_smem, q_t_smem, do_t_smem, vectors
 
 
 @gluon.jit
-def tiles_of(tiles, first, shift, valid, rows, groups):
-    """How many of an entry's query tiles, times heads, 64 keys meet, whose first is seen from query `shift` on: those that only
-    earlier keys meet come last."""
-    mine = gl.maximum(tiles - (gl.maximum(shift, 0) // COLUMNS - first), 0) * groups
-    return uniform(gl.where((valid > 0) & (rows > 0), gl.minimum(mine, tiles * groups), 0))
-
-
-@gluon.jit
 def store_gradient(out, x, staging, first, rows, head, heads, D: gl.constexpr):
     """Rows of an accumulator to out [tokens, heads, D], by way of shared memory for 64 channels."""
     if D == 64:
@@ -199,7 +193,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k
         row_scale = power(k_code)
         value_scale = gl.exp2(exponent_of(v_code))
         table = kv_head.to(gl.int64) * tiles_in_all + document_tile
-        mine = tiles_of(tiles, first, shift, valid, rows, groups)
+        mine = tiles_of(tiles, first, shift, valid, rows, groups, COLUMNS)
         tile = gl.maximum(first + tiles - 1, 0)
         # Keys that no query meets have no tile, and no reference.
         promoted_v = gl.load(references_v + table + tile, mask=mine > 0, other=0.0)
@@ -268,21 +262,6 @@ def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k
 
 
 @gluon.jit
-def load_tile(step, tile, head, q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, q_smem, do_smem, q_t_smem, do_t_smem, vectors,
-              rows_full, columns_full, empty, q_start, document_tile, tiles_in_all, D: gl.constexpr, STAGES: gl.constexpr):
-    """Start loading a query tile of a head, the ring's `step`th."""
-    stage = step % STAGES
-    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(rows_full.index(stage), 2 * q_desc.block_type.nbytes + vector_desc.block_type.nbytes)
-    tma_load(q_desc, [q_start + tile * COLUMNS, head * D], rows_full.index(stage), q_smem.index(stage))
-    tma_load(vector_desc, [(head * tiles_in_all + document_tile + tile) * 256], rows_full.index(stage), vectors.index(stage))
-    tma_load(do_desc, [q_start + tile * COLUMNS, head * D], rows_full.index(stage), do_smem.index(stage))
-    mbarrier.expect(columns_full.index(stage), 2 * q_t_desc.block_type.nbytes)
-    tma_load(do_t_desc, [head * D, (document_tile + tile) * COLUMNS], columns_full.index(stage), do_t_smem.index(stage))
-    tma_load(q_t_desc, [head * D, (document_tile + tile) * COLUMNS], columns_full.index(stage), q_t_smem.index(stage))
-
-
-@gluon.jit
 def product(early, late, keys, half: gl.constexpr, both):
     """dQ of a tile for 64 channels, issued: dS of the first 64 keys, and of the second where they meet it."""
     dq = warpgroup_mma(early, keys.index(0).slice(half * HALF, HALF).permute((1, 0)),
@@ -313,7 +292,8 @@ def reduce_queries(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_
         tiles = uniform(gl.load(info + 7))
         k_tile = uniform(gl.load(info + 10))
         # Tiles that the second 64 keys meet.
-        both = tiles_of(tiles, first, gl.load(info + 8) + ROWS, gl.load(info + 2) - ROWS, gl.load(info + 1) - ROWS, groups)
+        both = tiles_of(tiles, first, gl.load(info + 8) + ROWS, gl.load(info + 2) - ROWS, gl.load(info + 1) - ROWS, groups,
+                        COLUMNS)
         k_exponent = gl.load(k_top + kv_head * k_tiles_in_all + k_tile)
         number = tiles * groups
         mbarrier.wait(kv_empty, (turn & 1) ^ 1)

@@ -45,10 +45,10 @@ HEAD_DIMS = (64, 128, 256)
 
 
 @gluon.jit
-def _block_maxima(even, odd):
-    """[128, n] twice -> the largest magnitude of each 32 channels, [128, n / 16]; NaN if it has one."""
+def block_maxima(even, odd, SIZE: gl.constexpr):
+    """[128, n] twice -> the largest magnitude of each SIZE channels, [128, 2 n / SIZE]; NaN if it has one."""
     x = nan_maximum(gl.abs(even), gl.abs(odd))
-    return gl.reduce(x.reshape([ROWS, x.shape[1] // 16, 16]), 2, nan_maximum)
+    return gl.reduce(x.reshape([ROWS, 2 * x.shape[1] // SIZE, SIZE // 2]), 2, nan_maximum)
 
 
 @gluon.jit
@@ -131,7 +131,7 @@ def _quantize_qk(q, k, q_codes, q_scales, k_codes, k_group, inexact, documents, 
         if PRESCALE:
             factor = gl.where(is_key, 1.0, prescale)
             even, odd = even * factor, odd * factor
-        maxima = _block_maxima(even, odd)
+        maxima = block_maxima(even, odd, 32)
         codes = scale_code(maxima, BOUND[0], BOUND[1])
         top = gl.convert_layout(gl.reduce(maxima, 1, nan_maximum), lane.type.layout)
         if is_key:

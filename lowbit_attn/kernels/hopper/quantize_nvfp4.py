@@ -22,19 +22,12 @@ from triton.experimental.gluon import language as gl
 from lowbit_attn.formats import E4M3
 from lowbit_attn.kernels.hopper.inline import pair_bf16
 from lowbit_attn.kernels.hopper.quantize import DTYPES, bound, mode_of, store_values, strides_of
-from lowbit_attn.kernels.hopper.quantize_blocks import rounded
-from lowbit_attn.kernels.hopper.quantize_tile import ROWS, load_channels, nan_maximum, power, scale_code, store_codes
+from lowbit_attn.kernels.hopper.quantize_blocks import block_maxima, rounded
+from lowbit_attn.kernels.hopper.quantize_tile import ROWS, load_channels, power, scale_code, store_codes
 from lowbit_attn.kernels.tiling import TILE, Tiling
 from lowbit_attn.recipes import Recipe
 
 HEAD_DIMS = (64, 128, 256)
-
-
-@gluon.jit
-def block_maxima(even, odd):
-    """[128, n] twice -> the largest magnitude of each 16 channels, [128, n / 8]; NaN if it has one."""
-    x = nan_maximum(gl.abs(even), gl.abs(odd))
-    return gl.reduce(x.reshape([ROWS, x.shape[1] // 8, 8]), 2, nan_maximum)
 
 
 @gluon.jit
@@ -97,7 +90,7 @@ def quantize_kernel(q, k, v, q_out, k_out, v_t, v_scale, documents, q_tiles, k_t
             strides = ((k_document if is_key else q_document).to(gl.int64), (k_token if is_key else q_token).to(gl.int64),
                        (k_head if is_key else q_head).to(gl.int64), (k_channel if is_key else q_channel).to(gl.int64))
             even, odd = load_channels(x, document, start + first, head, strides, valid - first, D, ROTATE, QK_MODE, DTYPE)
-            scale = block_scales(block_maxima(even, odd), TOKEN, TOP)
+            scale = block_scales(block_maxima(even, odd, 16), TOKEN, TOP)
             words = pair_bf16(numbers(even, scale, TOKEN), numbers(odd, scale, TOKEN))
             # Words of two numbers where there are four codes: twice as many channels, as far as the addresses go.
             store_codes(k_out if is_key else q_out, words, (start + first).to(gl.int64), head, heads, length - first, 0, 2 * D)

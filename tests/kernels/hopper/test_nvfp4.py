@@ -166,7 +166,7 @@ class TestQuantizer:
         with on_cpu(quantize_nvfp4, quantize_blocks, quantize_tile):
             even, odd = Value(x[:, ::2].contiguous()), Value(x[:, 1::2].contiguous())
             token = layout == "nvfp16_token"
-            scale = quantize_nvfp4.block_scales(quantize_nvfp4.block_maxima(even, odd), token, bound(448.0))
+            scale = quantize_nvfp4.block_scales(quantize_nvfp4.block_maxima(even, odd, 16), token, bound(448.0))
             words = quantize_nvfp4.pair_bf16(*(quantize_nvfp4.numbers(x, scale, token) for x in (even, odd)))
         return words.data.contiguous().view(torch.bfloat16)
 
