@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import torch
 import typer
@@ -13,7 +13,10 @@ from lowbit_attn.cli.benchmarks.workloads import PRESETS, Layout, Preset, Worklo
 from lowbit_attn.cli.console import console, fail
 
 if TYPE_CHECKING:
+    from lowbit_attn.cli.benchmarks.contenders import Contender, Trainer
     from lowbit_attn.cli.benchmarks.record import Row
+
+Entrant = TypeVar("Entrant", "Contender", "Trainer")
 
 app = typer.Typer(help="Measure speed and error beside other implementations.", no_args_is_help=True)
 
@@ -23,6 +26,10 @@ Recipes = Annotated[str, typer.Option(help="Recipes, separated by commas; option
 Rounds = Annotated[int, typer.Option(min=1, help="Every contender is timed once a round, in turn; the median counts.")]
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
 InputLayout = Annotated[Layout, typer.Option("--layout", help="How batched inputs lie in memory.")]
+Named = Annotated[list[str] | None, typer.Option(
+    "--workload", help="Only workloads whose name contains this; may be given several times.")]
+Skipped = Annotated[list[str] | None, typer.Option(
+    "--skip", help="Leave out contenders whose name contains this; may be given several times.")]
 Output = Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plot.")]
 
 
@@ -38,6 +45,8 @@ def forward(
     rounds: Rounds = 3,
     device: DeviceName = None,
     layout: InputLayout = Layout.BSHD,
+    workload: Named = None,
+    skip: Skipped = None,
     output: Output = Path("outputs/bench"),
 ) -> None:
     """Attention forward: kernel alone and with quantization, against torch SDPA, flash-attn-4, cuDNN FP8 and SageAttention.
@@ -47,9 +56,9 @@ def forward(
     from lowbit_attn.cli.benchmarks import candidates, forward
 
     target = _device(device)
-    workloads, taking_part = _workloads(preset, target), forward.contenders(_recipes(recipes), target)
-    _run("forward", candidates.each(workloads, target, _announce, lambda workload: forward.measure(
-        workload, taking_part, target, rounds, layout)), target, output)
+    workloads, taking_part = _workloads(preset, target, workload), _kept(forward.contenders(_recipes(recipes), target), skip)
+    _run("forward", candidates.each(workloads, target, _announce, lambda one: forward.measure(
+        one, taking_part, target, rounds, layout)), target, output)
 
 
 @app.command()
@@ -59,6 +68,8 @@ def train(
     rounds: Rounds = 3,
     device: DeviceName = None,
     layout: InputLayout = Layout.BSHD,
+    workload: Named = None,
+    skip: Skipped = None,
     output: Output = Path("outputs/bench"),
 ) -> None:
     """Forward and backward with all quantization, and the backward alone, against torch SDPA, flash-attn-4 and cuDNN FP8.
@@ -69,9 +80,9 @@ def train(
     from lowbit_attn.cli.benchmarks import candidates, training
 
     target = _device(device)
-    workloads, taking_part = _workloads(preset, target), training.trainers(_recipes(recipes), target)
-    _run("train", candidates.each(workloads, target, _announce, lambda workload: training.measure(
-        workload, taking_part, target, rounds, layout)), target, output)
+    workloads, taking_part = _workloads(preset, target, workload), _kept(training.trainers(_recipes(recipes), target), skip)
+    _run("train", candidates.each(workloads, target, _announce, lambda one: training.measure(
+        one, taking_part, target, rounds, layout)), target, output)
 
 
 @app.command()
@@ -80,15 +91,16 @@ def quantize(
     recipes: Recipes = "mxfp8,mxfp8_fast",
     rounds: Rounds = 3,
     device: DeviceName = None,
+    workload: Named = None,
     output: Output = Path("outputs/bench"),
 ) -> None:
     """Quantization of Q, K and V: bytes read and written per second, against a plain copy on the same device."""
     from lowbit_attn.cli.benchmarks import candidates, quantizers
 
     target = _device(device)
-    workloads, names = quantizers.distinct(_workloads(preset, target)), _recipes(recipes)
-    _run("quantize", candidates.each(workloads, target, _announce, lambda workload: quantizers.measure(
-        workload, names, target, rounds)), target, output)
+    workloads, names = quantizers.distinct(_workloads(preset, target, workload)), _recipes(recipes)
+    _run("quantize", candidates.each(workloads, target, _announce, lambda one: quantizers.measure(
+        one, names, target, rounds)), target, output)
 
 
 @app.command()
@@ -146,13 +158,27 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _workloads(presets: Sequence[Preset] | None, device: torch.device) -> list[Workload]:
-    """The workloads of the presets; those made for a GPU would take a CPU hours."""
+def _workloads(presets: Sequence[Preset] | None, device: torch.device, parts: Sequence[str] | None) -> list[Workload]:
+    """The workloads of the presets, or those whose name contains one of `parts`; those made for a GPU would take a CPU hours."""
     chosen = presets or [Preset.SMALL if device.type == "cpu" else Preset.PAPER]
     large = [preset for preset in chosen if preset is not Preset.SMALL]
     if device.type == "cpu" and large:
         fail(f"--preset: got {', '.join(large)} on device cpu, which needs a GPU; accepted: {Preset.SMALL}")
-    return [workload for preset in dict.fromkeys(chosen) for workload in PRESETS[preset]]
+    found = [workload for preset in dict.fromkeys(chosen) for workload in PRESETS[preset]]
+    if missing := [part for part in parts or () if not any(part in workload.name for workload in found)]:
+        fail(f"--workload: got {missing[0]!r}; accepted: a part of one of {', '.join(workload.name for workload in found)}")
+    return [workload for workload in found if not parts or any(part in workload.name for part in parts)]
+
+
+def _kept(found: "list[Entrant]", parts: Sequence[str] | None) -> "list[Entrant]":
+    """What no part of a name leaves out; what is left out is said."""
+    names = list(dict.fromkeys(x.name for x in found))
+    if missing := [part for part in parts or () if not any(part in name for name in names)]:
+        fail(f"--skip: got {missing[0]!r}; accepted: a part of one of {', '.join(names)}")
+    left = [name for name in names if any(part in name for part in parts or ())]
+    if left:
+        console.print(f"left out: {', '.join(left)}", soft_wrap=True)
+    return [x for x in found if x.name not in left]
 
 
 def _recipes(text: str) -> list[str]:

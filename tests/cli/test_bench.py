@@ -84,10 +84,22 @@ class TestForward:
         assert (folder / "forward.png").stat().st_size > 1000
 
 
+def test_named_workloads_are_measured_without_the_contenders_left_out(run, tmp_path):
+    result = run("bench", "forward", "--workload", "causal", "--skip", "reference", "--skip", "FP8", "--rounds", 1,
+                 "--output", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "left out: mxfp8 (reference), mxfp8_fast (reference), cuDNN FP8" in result.stdout
+    rows = json.loads((tmp_path / "forward.json").read_text())
+    assert {row["workload"] for row in rows} == {"small causal"}
+    assert {row["contender"] for row in rows} == {peer.name for peer in PEERS if "FP8" not in peer.name} | {"torch SDPA bf16"}
+
+
 @pytest.mark.parametrize(("arguments", "problem"), [
     (["forward", "--device", "cpu", "--preset", "paper"], "--preset: got paper on device cpu, which needs a GPU; accepted: small"),
     (["forward", "--recipes", "mxfp9"], "mxfp9"),
     (["forward", "--recipes", ","], "--recipes: got ','; accepted: at least one recipe"),
+    (["forward", "--skip", "cuDNN FP9"], "--skip: got 'cuDNN FP9'; accepted: a part of one of"),
+    (["train", "--workload", "tall"], "--workload: got 'tall'; accepted: a part of one of small, small causal, small packed"),
     (["quantize", "--device", "cpux"], "--device: got 'cpux'; accepted:"),
     (["plot", "no-such.json"], "JSON: got 'no-such.json'"),
 ])
