@@ -18,9 +18,9 @@ SHAPES = [(2, 129, 127, 2, 1, 128), (1, 77, 300, 2, 1, 96), (1, 260, 300, 2, 1, 
 
 def each(recipe: str):
     """Calls of one recipe by name; each returns an output, with a graph where the recipe trains in these kernels."""
-    causal = resolve(recipe).causal
+    causal, trains = resolve(recipe).causal, resolve(recipe).trains and resolve(recipe).saves_codes
     for shape in SHAPES:
-        q, k, v = (x.requires_grad_(resolve(recipe).saves_codes and shape[-1] <= 128) for x in inputs(*shape))
+        q, k, v = (x.requires_grad_(trains and shape[-1] <= 128) for x in inputs(*shape))
         for is_causal in {False, causal}:
             for deterministic in {False, q.requires_grad}:
                 yield (f"{shape} causal={is_causal} deterministic={deterministic}", (q, k, v),
@@ -29,7 +29,7 @@ def each(recipe: str):
     q, k, v, lengths = padded_keys()
     yield "key_lengths", (q, k, v), lambda: lowbit_attn.attention(q, k, v, recipe=recipe, key_lengths=lengths, enable_gqa=True)
     q, k, v, *bounds = packed(DOCUMENTS["mixed"], 4, 2, 128, tail=77)
-    q, k, v = (x.requires_grad_(resolve(recipe).saves_codes) for x in (q, k, v))
+    q, k, v = (x.requires_grad_(trains) for x in (q, k, v))
     yield "packed", (q, k, v), lambda: lowbit_attn.varlen_attention(q, k, v, *bounds, recipe=recipe, is_causal=causal,
                                                                     enable_gqa=True)
 
