@@ -1,7 +1,7 @@
 """Small calls of every Hopper kernel for compute-sanitizer, which reports reads and writes outside of allocations; `make memcheck`.
 
-Odd lengths, documents, key lengths and head dims, each tensor an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that one
-element too far is outside of it.
+Odd lengths, documents, key lengths and head dims, each tensor an allocation of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), so that
+one element too far is outside of it.
 """
 
 import time
