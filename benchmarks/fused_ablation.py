@@ -14,8 +14,8 @@ the place of the kernel's. They do the work that decides the time, and their err
 promised of their numbers: none has been held to the reference, and broken inputs need not give NaN.
 
 `conventional_always` multiplies O at every tile, where the kernel skips factors of 1. `FRU_two` tells what the third warpgroup is
-worth, for which only U leaves the registers. `FRU_unchecked` has neither the roll-back nor the row maximum and the comparison that
-find out about it: wrong where a later tile has much larger scores.
+worth, for which only U leaves the registers. `FRU_unchecked` has neither the roll-back nor the comparison that finds out about it:
+wrong where a later tile has much larger scores.
 
 How many query rows a program takes follows from a variant's warpgroups, and so does how full the last turn of the multiprocessors
 is: `fill`, printed by rows. Short sequences differ by it, which is no trick's doing.
@@ -144,25 +144,25 @@ def u16_frozen(words, slope, level, FIRST: gl.constexpr, MASKED: gl.constexpr, P
 
 
 @gluon.jit
-def unchecked(words, slope, offset, level, FIRST: gl.constexpr, P_KIND: gl.constexpr, P_BUMP: gl.constexpr, P_MAGIC: gl.constexpr,
-              P_LOWEST: gl.constexpr):
+def unchecked(words, slope, offset, pair, rest, FIRST: gl.constexpr, P_KIND: gl.constexpr, P_BUMP: gl.constexpr,
+              P_MAGIC: gl.constexpr, P_LOWEST: gl.constexpr):
     """For `fused.frozen`: the same after the first tile, but nothing is compared and nothing rises. Blocks' tops stay: they are P's
     scales."""
     slope = gl.maximum(slope, SMALLEST)
     tops = block_tops(words)
     if FIRST:
-        offset = SEED - gl.max(inline.lower_half(tops) * slope, 1)
+        offset = (SEED - gl.max(inline.lower_half(tops) * slope, 1))[:, None] + gl.zeros_like(slope)
+        pair, rest = inline.offset_pairs(offset)
     slopes = inline.twice(slope)
-    offsets, rests = inline.offset_pairs(offset)
-    patterns = inline.short_patterns(words, slopes[:, None, :], by_row(offsets), by_row(rests))
-    largest = (inline.short_patterns(tops, slopes, offsets[:, None], rests[:, None]) & 0xFFFF) << 3
+    patterns = inline.short_patterns(words, slopes[:, None, :], pair[:, None, :], rest[:, None, :])
+    largest = (inline.short_patterns(tops, slopes, pair, rest) & 0xFFFF) << 3
     patterns = rounded(patterns, largest, True, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
-    return patterns, offset, gl.zeros_like(level), gl.full_like(level, 1.0)
+    return patterns, offset, pair, rest, gl.full_like(offset, 1.0)
 
 
 @gluon.jit
 def rescale_never(accumulator, factor, D: gl.constexpr):
-    """For `fused.rescale`: every factor is 1."""
+    """For `fused.rescale_lanes`: every factor is 1."""
     return accumulator
 
 
@@ -199,7 +199,7 @@ VARIANTS = {
     "FU": Variant("frozen maximum, U16", f"{CONVENTIONAL}exact", THREE, {"online": u16_frozen}, True),
     "FRU": Variant("all: the recipe", "", THREE),
     "FRU_two": Variant("all, two warpgroups as conventional has", "", TWO),
-    "FRU_unchecked": Variant("all, no roll-back check", "", THREE, {"frozen": unchecked, "rescale": rescale_never}),
+    "FRU_unchecked": Variant("all, no roll-back check", "", THREE, {"frozen": unchecked, "rescale_lanes": rescale_never}),
 }
 
 

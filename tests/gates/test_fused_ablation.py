@@ -107,6 +107,14 @@ def offset_pairs(x):
     return words(up[..., None].expand(*up.shape, 2)), words_of_integers(rest[..., None].expand(*up.shape, 2))
 
 
+def lower_if_above(offset, pair, rest, top, cap, seed):
+    """Everything again from the offset; which rows are raised is the largest of their lanes' business."""
+    largest = (top.data + offset.data).amax(-1, keepdim=True)
+    raised = torch.where(largest > cap.data, ((largest - seed.data) / 8).ceil(), 0.0)
+    lowered = Value(offset.data - 8 * raised)
+    return lowered, *offset_pairs(lowered), Value(torch.exp2(-raised).expand(offset.data.shape))
+
+
 def round_patterns(word, threshold, magic, double, short, clamp):
     """E2M3: three bits below the leading one, and the spacing of the smallest binade below."""
     pattern = halves(words_of_integers(integers(word) * (8 if short else 1)))
@@ -120,6 +128,7 @@ PLAIN = {
     "largest_of_four": lambda *x: words(torch.stack([halves(y) for y in x]).amax(0)),
     "larger_half": lambda x: words(halves(x).amax(-1, keepdim=True).expand(*x.data.shape, 2)),
     "zero_if_hidden": lambda weight, score: weight, "short_patterns": short_patterns, "offset_pairs": offset_pairs,
+    "lower_half": lambda word: Value(halves(word)[..., 0].float()), "lower_if_above": lower_if_above,
     "round_patterns": round_patterns}
 """What the kernel's packed instructions mean; tests/gpu/test_hopper_inline_blocks.py holds them to that."""
 
@@ -133,7 +142,8 @@ def softmax(function, scores, values, unit, online):
     grid = GRIDS["e2m3", "ceil"]
     numbers = ("e2m3", grid.bump, block_attention._pair(grid.magic), grid.lowest)
     slope = Value(torch.full((64, 4), unit))
-    level = offset = Value(torch.zeros(64))
+    level, offset = Value(torch.zeros(64)), Value(torch.zeros(64, 4))
+    pair = rest = Value(torch.zeros(64, 4, dtype=torch.int32))
     output, exact, quantized = torch.zeros(64, values.shape[-1]), torch.zeros(64), torch.zeros(64)
     for tile in range(scores.shape[1] // 128):
         keys = slice(128 * tile, 128 * tile + 128)
@@ -142,18 +152,19 @@ def softmax(function, scores, values, unit, online):
             patterns, level, factor, sums = function(packed, slope, level, tile == 0, False, *numbers)
             exact = (exact * factor.data if tile else 0) + sums.data.sum(-1)
         else:
-            patterns, offset, level, factor = function(packed, slope, offset, level, tile == 0, *numbers)
+            patterns, offset, pair, rest, factor = function(packed, slope, offset, pair, rest, tile == 0, *numbers)
+            factor = Value(factor.data[:, 0])
         weights = 256 * halves(patterns).float().transpose(1, 2).reshape(64, 128)
         output = (output * factor.data[:, None] if tile else 0) + weights @ values[keys]
         quantized = (quantized * factor.data if tile else 0) + weights.sum(-1)
-    base = level.data if online else (blocks.SEED - offset.data) / 8 + 6
+    base = level.data if online else (blocks.SEED - offset.data[:, 0]) / 8 + 6
     results = {False: (output / quantized[:, None], base - 8 + quantized.log2())}
     return results | ({True: (output / exact[:, None] / 256, base + exact.log2())} if online else {})
 
 
 @pytest.mark.parametrize("climb", [1.0, 4.0], ids=["level", "climbing"])
-@pytest.mark.parametrize("name", ["exact_frozen", "u16_online", "u16_frozen", "unchecked"])
-def test_the_functions_of_the_variants_are_softmax(name, climb):
+@pytest.mark.parametrize("name", ["exact_frozen", "u16_online", "u16_frozen", "unchecked", "frozen"])
+def test_the_functions_of_the_variants_and_the_kernels_own_are_softmax(name, climb):
     if name == "unchecked" and climb > 1:
         pytest.skip("rises nowhere: that is what it leaves out")
     scores = torch.randn(64, 512) * 1.44
@@ -162,7 +173,8 @@ def test_the_functions_of_the_variants_are_softmax(name, climb):
     unit = 2.0**-6 * (1 if name == "exact_frozen" else 8)  # scores in doublings, or 8 codes each
     with patch.dict(gluon_on_cpu.INLINE, PLAIN), patch.multiple(gluon_on_cpu.LANGUAGE, create=True, **LIKE), \
             gluon_on_cpu.on_cpu(fused_ablation, blocks, inline):
-        results = softmax(getattr(fused_ablation, name), scores * 64, values, unit, name != "unchecked")
+        function = blocks.frozen if name == "frozen" else getattr(fused_ablation, name)
+        results = softmax(function, scores * 64, values, unit, name not in ("unchecked", "frozen"))
     weights = (scores * math.log(2)).softmax(-1)
     for output, log2_sum in results.values():
         assert (output - weights @ values).norm() < 0.05 * (weights @ values).norm()

@@ -55,6 +55,14 @@ def _join(record, path):
         record["command"] = "; ".join(dict.fromkeys([*before["command"].split("; "), record["command"]]))
 
 
+@pytest.fixture(autouse=True)
+def _memory_for_others():
+    """Workers of pytest-xdist share a GPU: what a large test has reserved goes back."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 1 << 30:
+        torch.cuda.empty_cache()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     """A record is written only where there is a GPU: skipped tests say nothing about kernels."""

@@ -25,7 +25,8 @@ def each(recipe: str):
             for deterministic in {False, q.requires_grad}:
                 yield (f"{shape} causal={is_causal} deterministic={deterministic}", (q, k, v),
                        lambda q=q, k=k, v=v, is_causal=is_causal, deterministic=deterministic: lowbit_attn.attention(
-                           q, k, v, recipe=recipe, is_causal=is_causal, enable_gqa=True, deterministic=deterministic))
+                           q, k, v, recipe=recipe, is_causal=is_causal, causal_align="bottom_right" if is_causal else None,
+                           enable_gqa=True, deterministic=deterministic))
     q, k, v, lengths = padded_keys()
     yield "key_lengths", (q, k, v), lambda: lowbit_attn.attention(q, k, v, recipe=recipe, key_lengths=lengths, enable_gqa=True)
     q, k, v, *bounds = packed(DOCUMENTS["mixed"], 4, 2, 128, tail=77)

@@ -43,6 +43,23 @@ def offset_left_over(x):
     return rest
 
 
+@gluon.jit
+def lowered(out, pairs, top, offset, cap, seed):
+    """Rows 2 i and 2 i + 1 in a thread, four lanes to a row."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([2, 1], [8, 4], [4, 1], [1, 0])
+    row = gl.program_id(0) * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    index = row[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
+    before = gl.load(offset + row)[:, None] + gl.zeros([64, 4], gl.float32, LAYOUT)
+    pair, rest = inline.offset_pairs(before)
+    tops = gl.load(top + index)
+    now, pair, rest, factor = inline.lower_if_above(before, pair, rest, tops, gl.full_like(tops, cap), gl.full_like(tops, seed))
+    SIZE: gl.constexpr = 64 * 4
+    gl.store(out + index, now)
+    gl.store(out + gl.num_programs(0) * SIZE + index, factor)
+    gl.store(pairs + index, pair)
+    gl.store(pairs + gl.num_programs(0) * SIZE + index, rest)
+
+
 @pytest.mark.parametrize("short", [True, False], ids=["BF16's bits", "twice float16's"])
 @pytest.mark.parametrize("kind", GRIDS, ids="-".join)
 def test_patterns_round_as_formats_do(kind, short):
@@ -140,3 +157,25 @@ def test_hidden_scores_have_no_weight():
     score[::3] = -torch.inf
     torch.testing.assert_close(apply(inline.zero_if_hidden, weight, score, dtype=torch.float32),
                                torch.where(score == -torch.inf, 0.0, weight), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 1.0], ids=["none", "few", "all"])
+def test_offsets_fall_by_whole_doublings_where_any_lane_is_above(share):
+    """Most warps raise nothing, or one row of their sixteen, or all of them; lanes then agree on what the largest asks for."""
+    generator, cap, seed = torch.Generator().manual_seed(0), 119.0, 71.03
+    rows = 64 * 128
+    offset = torch.rand(rows, generator=generator) * 400 - 200
+    reached = 40 + 79 * torch.rand(rows, 4, generator=generator)
+    above = torch.rand(rows, generator=generator) < share
+    reached[above, torch.randint(4, (rows,), generator=generator)[above]] += torch.rand(int(above.sum()), generator=generator) * 500
+    top = reached - offset[:, None]
+    reached = (top + offset[:, None]).amax(1)
+    raised = torch.where(reached > cap, ((reached - seed) * 0.125).ceil(), 0.0)
+    out, pairs = (torch.zeros(2, rows, 4, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.int32))
+    lowered[(rows // 64,)](out, pairs, top.to(DEVICE), offset.to(DEVICE), cap, seed, num_warps=4)
+    wanted = (offset - 8 * raised)[:, None].expand(rows, 4)
+    assert torch.equal(out[0].cpu(), wanted)
+    assert torch.equal(out[1].cpu(), torch.exp2(-raised)[:, None].expand(rows, 4))
+    flat = wanted.reshape(-1).contiguous().to(DEVICE)
+    assert torch.equal(pairs[0].flatten().cpu(), apply(offset_rounded_up, flat, dtype=torch.int32))
+    assert torch.equal(pairs[1].flatten().cpu(), apply(offset_left_over, flat, dtype=torch.int32))

@@ -78,34 +78,32 @@ def rounded(words, largest, SHORT: gl.constexpr, P_KIND: gl.constexpr, P_BUMP: g
 
 
 @gluon.jit
-def frozen(words, slope, offset, level, FIRST: gl.constexpr, P_KIND: gl.constexpr, P_BUMP: gl.constexpr, P_MAGIC: gl.constexpr,
+def frozen(words, slope, offset, pair, rest, FIRST: gl.constexpr, P_KIND: gl.constexpr, P_BUMP: gl.constexpr, P_MAGIC: gl.constexpr,
            P_LOWEST: gl.constexpr):
     """Schraudolph's exponential of scores in BF16's pattern (U16), relative to a maximum that is frozen after the first tile and
     raised by whole doublings where a tile would leave E4M3's range. slope [64, 4] turns scores into E4M3 codes, 8 a doubling.
 
-    Returns rounded words [64, 16, 4], offset, level and the factor on what was accumulated before, [64] each.
+    Returns rounded words [64, 16, 4], then the offset, its `offset_pairs` and the factor on what was accumulated before, [64, 4]
+    each and equal along the lanes: where nothing is raised, no shuffle is spent on the row.
     """
     slope = gl.maximum(slope, SMALLEST)
     tops = block_tops(words)
-    top = gl.max(inline.lower_half(tops) * slope, 1)
+    top = inline.lower_half(tops) * slope
     if FIRST:
-        offset = SEED - top
+        offset = (SEED - gl.max(top, 1))[:, None] + gl.zeros_like(slope)
+        pair, rest = inline.offset_pairs(offset)
         factor = offset
     else:
-        top = top + offset
-        rise = gl.where(top > CAP, gl.ceil((top - SEED) * 0.125), 0.0)
-        offset = offset - rise * 8.0
-        level = level + rise
-        factor = gl.exp2(-rise)
+        offset, pair, rest, factor = inline.lower_if_above(offset, pair, rest, top, gl.full_like(top, CAP),
+                                                           gl.full_like(top, SEED))
     slopes = inline.twice(slope)
-    offsets, rests = inline.offset_pairs(offset)
-    patterns = inline.short_patterns(words, slopes[:, None, :], by_row(offsets), by_row(rests))
+    patterns = inline.short_patterns(words, slopes[:, None, :], pair[:, None, :], rest[:, None, :])
     if P_KIND == "e4m3":
         patterns = inline.e4m3_of_short(patterns)
     else:
-        largest = (inline.short_patterns(tops, slopes, offsets[:, None], rests[:, None]) & 0xFFFF) << 3
+        largest = (inline.short_patterns(tops, slopes, pair, rest) & 0xFFFF) << 3
         patterns = rounded(patterns, largest, True, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
-    return patterns, offset, level, factor
+    return patterns, offset, pair, rest, factor
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ from lowbit_attn.kernels.hopper.forward import (
     promote,
     rescale,
     scale_of,
+    scale_parts,
     store_rows,
     with_master,
 )
@@ -42,19 +43,38 @@ def words_of(scores):
 
 
 @gluon.jit
-def weights(words, slope, limit, offset, level, FIRST: gl.constexpr, MASKED: gl.constexpr, FROZEN: gl.constexpr,
+def weights(words, slope, limit, level, pair, rest, FIRST: gl.constexpr, MASKED: gl.constexpr, FROZEN: gl.constexpr,
             EXACT_SUM: gl.constexpr, P_KIND: gl.constexpr, P_BUMP: gl.constexpr, P_MAGIC: gl.constexpr, P_LOWEST: gl.constexpr):
-    """Rounded words, offset, level and factor of a tile, as the recipe's softmax has them, and what lanes add to exact row sums: of
+    """Rounded words and the state of a tile, as the recipe's softmax has them. Online: level, the maximum, and factor, [64]; pair
+    and rest say nothing. Frozen: level, the offset, pair, rest and factor, [64, 4]. Then what lanes add to exact row sums: of
     quantized ones, which a product counts, only the NaN of a broken block."""
     if MASKED:
         words = hide(words, limit)
     if FROZEN:
-        words, offset, level, factor = frozen(words, slope, offset, level, FIRST, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
+        words, level, pair, rest, factor = frozen(words, slope, level, pair, rest, FIRST, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
         added = slope * 0.0
     else:
         words, level, factor, sums = online(words, slope, level, FIRST, MASKED, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
         added = sums + slope * 0.0 if EXACT_SUM else slope * 0.0
-    return words, offset, level, factor, added
+    return words, level, pair, rest, factor, added
+
+
+@gluon.jit
+def change_of(before, now, FROZEN: gl.constexpr):
+    """The doublings [64] between a level before and the one now, negative where that was raised."""
+    if FROZEN:
+        return gl.floor(gl.max(now - before, 1) * 0.125 + 0.5)  # offsets fall by whole eights, all lanes alike
+    else:
+        return before - now
+
+
+@gluon.jit
+def rescale_lanes(accumulator, factor, D: gl.constexpr):
+    """`rescale` by a factor [64, 4] that every lane holds already."""
+    parts = accumulator.reshape([4, 2, 8, D // 8, 4, 2])
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(5, parts.type.layout))
+    lanes = gl.convert_layout(factor.reshape([4, 2, 8, 4]), LAYOUT)[:, :, :, None, :][:, :, :, :, :, None]
+    return gl.convert_layout(scale_parts(parts, lanes, D), accumulator.type.layout)
 
 
 @gluon.jit
@@ -65,8 +85,8 @@ def lane_sums(sums, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def advance(i, step, q, k_smem, v_smem, ones, k_full, k_empty, v_full, v_empty, k_scales, row_scale, limit, words, offset, level,
-            row_sum, accumulator, master, promoted, MASKED: gl.constexpr, FROZEN: gl.constexpr, EXACT_SUM: gl.constexpr,
+def advance(i, step, q, k_smem, v_smem, ones, k_full, k_empty, v_full, v_empty, k_scales, row_scale, limit, words, level, pair,
+            rest, row_sum, accumulator, master, promoted, MASKED: gl.constexpr, FROZEN: gl.constexpr, EXACT_SUM: gl.constexpr,
             P_KIND: gl.constexpr, P_BUMP: gl.constexpr, P_MAGIC: gl.constexpr, P_LOWEST: gl.constexpr, WARPGROUP: gl.constexpr,
             WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, SCORES: gl.constexpr,
             SUMS: gl.constexpr, OPERAND: gl.constexpr, LANES: gl.constexpr):
@@ -96,8 +116,8 @@ def advance(i, step, q, k_smem, v_smem, ones, k_full, k_empty, v_full, v_empty, 
         scores, accumulator, sums = warpgroup_mma_wait(2, deps=(scores, accumulator, sums))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
     before = level
-    rounded, offset, level, factor, added = weights(words_of(scores), slope, limit - (i + 1) * KEYS, offset, level, False, MASKED,
-                                                    FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
+    rounded, level, pair, rest, factor, added = weights(words_of(scores), slope, limit - (i + 1) * KEYS, level, pair, rest, False,
+                                                        MASKED, FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
     if EXACT_SUM:
         accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
     else:
@@ -105,13 +125,16 @@ def advance(i, step, q, k_smem, v_smem, ones, k_full, k_empty, v_full, v_empty, 
         row_sum = row_sum + lane_sums(sums, LANES)
     mbarrier.arrive(v_empty.index(stage), count=1)
     words = pack(rounded, P_KIND)  # after the wait: wgmma still reads the registers of the last words
-    row_sum = row_sum * factor[:, None] + added
+    row_sum = row_sum * (factor if FROZEN else factor[:, None]) + added
     if i % PROMOTE == PROMOTE - 1:
         # At the scale of tile i: the accumulator has not been rescaled for tile i + 1 yet.
-        promote(accumulator, master, promoted - before, D)
+        promote(accumulator, master, change_of(promoted, before, FROZEN), D)
         promoted = before
-    accumulator = rescale(accumulator, factor, D)
-    return step + 1, words, offset, level, row_sum, accumulator, promoted
+    if FROZEN:
+        accumulator = rescale_lanes(accumulator, factor, D)
+    else:
+        accumulator = rescale(accumulator, factor, D)
+    return step + 1, words, level, pair, rest, row_sum, accumulator, promoted
 
 
 @gluon.jit
@@ -155,23 +178,24 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
                                is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        nothing = gl.zeros([ROWS], gl.float32, ROW)
-        rounded, offset, level, _, row_sum = weights(words_of(scores), slope, limit, nothing, nothing, True, True, FROZEN,
-                                                     EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
+        nothing = gl.zeros_like(slope) if FROZEN else gl.zeros([ROWS], gl.float32, ROW)
+        no_pair = nothing.to(gl.int32)
+        rounded, level, pair, rest, _, row_sum = weights(words_of(scores), slope, limit, nothing, no_pair, no_pair, True, True,
+                                                         FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST)
         words = pack(rounded, P_KIND)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = level
         for i in range(0, tiles - 2):
-            step, words, offset, level, row_sum, accumulator, promoted = advance(i, step, q, k_smem, v_smem, ones, k_full, k_empty,
-                v_full, v_empty, k_scales, row_scale, limit, words, offset, level, row_sum, accumulator, master, promoted, False,
-                FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS,
-                OPERAND, LANES)
+            step, words, level, pair, rest, row_sum, accumulator, promoted = advance(i, step, q, k_smem, v_smem, ones,
+                k_full, k_empty, v_full, v_empty, k_scales, row_scale, limit, words, level, pair, rest, row_sum,
+                accumulator, master, promoted, False, FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, WARPGROUP, WARPGROUPS,
+                D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, LANES)
         for i in range(gl.maximum(tiles - 2, 0), tiles - 1):  # the last tile may hold hidden keys
-            step, words, offset, level, row_sum, accumulator, promoted = advance(i, step, q, k_smem, v_smem, ones, k_full, k_empty,
-                v_full, v_empty, k_scales, row_scale, limit, words, offset, level, row_sum, accumulator, master, promoted, True,
-                FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS,
-                OPERAND, LANES)
+            step, words, level, pair, rest, row_sum, accumulator, promoted = advance(i, step, q, k_smem, v_smem, ones,
+                k_full, k_empty, v_full, v_empty, k_scales, row_scale, limit, words, level, pair, rest, row_sum,
+                accumulator, master, promoted, True, FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, WARPGROUP, WARPGROUPS,
+                D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, LANES)
         stage = step % STAGES
         codes = operand(words, OPERAND)
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
@@ -186,13 +210,16 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
         mbarrier.arrive(q_empty, count=1)
         step += 1
         turn += 1
+        change = change_of(promoted, level, FROZEN)
+        if FROZEN:
+            level = gl.max(level, 1)
         denominator = gl.sum(row_sum, 1)
         if not EXACT_SUM:
             denominator = denominator * 0.25  # every lane has all of it, but not every NaN
         # Scores that left float32 made the maximum infinite: NaN, not a plausible number.
-        denominator = denominator + (level - level) + (offset - offset)
+        denominator = denominator + (level - level)
         empty = k_valid <= 0
-        total = with_master(accumulator, master, promoted - level, D)
+        total = with_master(accumulator, master, change, D)
         ONE: gl.constexpr = ONE_LOG2 if EXACT_SUM else 0.0
         inverse = gl.where(empty, 0.0, gl.exp2(denominator * 0.0 - ONE) / gl.where(empty, 1.0, denominator))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -202,7 +229,7 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
         store_rows(out, result, q_row + WARPGROUP * ROWS, rows, heads, head, D)
         if FROZEN:
             # The first tile's maximum and the level since, and 2 less: a weight of 1 was 2^2 as an operand.
-            log2_one = (SEED - offset) * 0.125 - 2.0
+            log2_one = (SEED - level) * 0.125 - 2.0
         else:
             log2_one = level if EXACT_SUM else level - ONE_LOG2
         value = gl.where(empty, float("-inf"), (log2_one + gl.log2(gl.where(empty, 1.0, denominator))) * 0.6931471805599453)

@@ -283,6 +283,33 @@ def offset_pairs(x):
         "=r,=r,f", [x], dtype=(gl.int32, gl.int32), is_pure=True, pack=1)
 
 
+def _raise_asm() -> str:
+    row = ("shfl.sync.bfly.b32 u, t{0}, 1, 0x1f, 0xffffffff; max.f32 t{0}, t{0}, u; shfl.sync.bfly.b32 u, t{0}, 2, 0x1f, "
+           "0xffffffff; max.f32 t{0}, t{0}, u; setp.gt.f32 p, t{0}, $16; sub.f32 u, t{0}, $18; mul.f32 u, u, 0f3E000000; "
+           "cvt.rpi.f32.f32 u, u; selp.f32 u, u, 0f00000000, p; fma.rn.f32 ${0}, u, 0fC1000000, ${0}; neg.f32 u, u; "
+           "ex2.approx.ftz.f32 ${3}, u; cvt.rp.f16.f32 h, ${0}; mov.b32 ${1}, {{h, h}}; cvt.f32.f16 u, h; sub.f32 u, u, ${0}; "
+           "fma.rn.f32 u, u, 0f41800000, 0f4B400000; prmt.b32 ${2}, u, u, 0x1010; or.b32 ${2}, ${2}, 0x80008000; ")
+    rows = "".join(row.format(r, 2 + r, 4 + r, 6 + r) for r in (0, 1))
+    return ("{ .reg .pred p; .reg .b16 h; .reg .f32 t0, t1, u; add.f32 t0, $14, $0; add.f32 t1, $15, $1; mov.b32 $6, 0f3F800000; "
+            "mov.b32 $7, 0f3F800000; setp.gt.f32 p, t0, $16; setp.gt.or.f32 p, t1, $16, p; "
+            f"vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; {rows}DONE: }}")
+
+
+RAISE: gl.constexpr = gl.constexpr(_raise_asm())
+RAISE_CONSTRAINTS: gl.constexpr = gl.constexpr("=f,=f,=r,=r,=r,=r,=f,=f,0,1,2,3,4,5,f,f,f,f,f,f")
+
+
+@gluon.jit
+def lower_if_above(offset, pair, rest, top, cap, seed):
+    """`offset` less 8 for each doubling by which a row's maximum is raised: the least that brings the largest `top` + offset of its
+    four lanes to `seed`, if that is above `cap`. With it `offset_pairs` of the new offset, and the factor 2^-raised.
+
+    Two rows a thread; one vote skips everything while no lane of the warp is above: no shuffle and no exponential.
+    """
+    return gl.inline_asm_elementwise(RAISE, RAISE_CONSTRAINTS, [offset, pair, rest, top, cap, seed],
+                                     dtype=(gl.float32, gl.int32, gl.int32, gl.float32), is_pure=True, pack=2)
+
+
 @gluon.jit
 def larger_half(word):
     """The larger half, NaN ignored, in both halves."""
