@@ -16,6 +16,7 @@ from kernel_sources import fingerprint
 VARIABLE = "LOWBIT_ATTN_GPU_RECORD"
 _outcomes: dict[str, str] = {}
 _collected: set[str] = set()
+_selected: set[str] = set()
 
 
 def _triton() -> str | None:
@@ -30,6 +31,16 @@ def _reason(report):
     return f": {report.longrepr[2]}" if report.skipped and isinstance(report.longrepr, tuple) else ""
 
 
+def pytest_collection_finish(session):
+    _selected.update(item.nodeid for item in session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    """The same where pytest-xdist's workers collect."""
+    _selected.update(ids)
+
+
 def pytest_collectreport(report):
     """A file that cannot be imported, or that is skipped as a whole, has an outcome too."""
     if report.outcome == "passed":
@@ -40,7 +51,9 @@ def pytest_collectreport(report):
 
 def pytest_runtest_logreport(report):
     """A test's outcome is its call's, unless its setup or teardown ended otherwise."""
-    if report.when == "call" or report.outcome != "passed":
+    if report.skipped and hasattr(report, "wasxfail"):
+        _outcomes[report.nodeid] = f"xfailed: {report.wasxfail.removeprefix('reason: ')}"
+    elif report.when == "call" or report.outcome != "passed":
         outcome = report.outcome if report.when == "call" or report.skipped else "error"
         _outcomes[report.nodeid] = outcome + _reason(report)
 
@@ -73,6 +86,8 @@ def pytest_sessionfinish(session):
         session.exitstatus = pytest.ExitCode.USAGE_ERROR
         print(f"\n{VARIABLE}={target}: no record written: {'no test ran' if torch.cuda.is_available() else 'no GPU here'}")
         return
+    for name in _selected - _outcomes.keys():
+        _outcomes[name] = "not run: the session ended before it"
     record = {
         "date": datetime.now(UTC).date().isoformat(),
         "device": torch.cuda.get_device_name(),
