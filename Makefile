@@ -50,7 +50,7 @@ test-full: $(READY) $(TRITON36) $(TITAN03) $(TORCHAO)  ## run the tests and the 
 gpu-test: $(READY)  ## run the tests that need a GPU, and record kernels and outcomes in docs/gpu-record.json
 	LOWBIT_ATTN_GPU_RECORD=$(GPU_RECORD) $(BIN)/python -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
-memcheck: $(READY)  ## run small calls of every Hopper kernel under compute-sanitizer, which needs a GPU
+memcheck: $(READY)  ## run small calls of the Hopper kernels under compute-sanitizer, which needs a GPU
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python tests/gpu/memcheck.py
 
 gate: $(READY) $(TRITON36)  ## compile every Hopper and portable kernel without a GPU; GATE_ARGS=--record accepts their sizes

@@ -1,11 +1,12 @@
 """Seconds per denoising step of Wan2.2-T2V-A14B's transformer at its real shape, for bf16 and for schedules; random weights.
 
     python benchmarks/wan_step.py                       # one expert of 40 blocks, s=75600, bf16 GEMMs, on the GPU
-    python benchmarks/wan_step.py --blocks 8            # fewer blocks; the rest of a step is scaled to 40
+    python benchmarks/wan_step.py --blocks 8            # fewer blocks, scaled to 40
     python benchmarks/wan_step.py --device cpu --blocks 2 --frames 5 --height 64 --width 64 --heads 2 --repeats 1   # a dry run
 
 A denoising step is two forwards (guidance in two passes). Each different row of a schedule's grid (bf16 steps, 4-bit steps with
-block 0 in bf16, ...) is measured once, and a schedule's figure is the mean over its steps. Also printed: the part of the time that
+block 0 in bf16, ...) is measured once, and a schedule's figure is the mean over its steps. With fewer blocks each recipe is
+measured in all of them, and a row is mixed from these as its 40 blocks ask. Also printed: the part of the time that
 self-attention calls take, the ratio to bf16, and the peak memory above bf16's. Nothing here asks for a backend, but for bf16
 (--bf16-backend): `lowbit_attn.explain` says which one ran. Recipes that would be emulated at this size are left out.
 """
@@ -160,13 +161,24 @@ class Meter:
             torch.cuda.synchronize()
 
 
+def forward_of(row: Row, meter: Meter, blocks: int) -> Forward:
+    """A forward of all published blocks. With fewer on the device, a mixture of forwards in each of the row's recipes: 1 block of
+    40 in bf16 is not 1 of 8."""
+    if blocks == PUBLISHED_BLOCKS:
+        return meter[row]
+    parts = [(meter[(recipe,) * blocks], number / len(row)) for recipe, number in Counter(row).items()]
+    scale = PUBLISHED_BLOCKS / blocks
+    return Forward(scale * sum(forward.seconds * part for forward, part in parts),
+                   scale * sum(forward.attention * part for forward, part in parts), max(forward.peak for forward, _ in parts))
+
+
 def measure_schedule(schedule: PrecisionSchedule, meter: Meter, blocks: int) -> dict[str, Any]:
     """Mean figures of a denoising step."""
     steps = schedule.sampling.steps or 20
-    rows = Counter(map(tuple, schedule.bind(steps, blocks, ("transformer",), "wan").grid("transformer")))
-    forwards = [(meter[row], number / steps) for row, number in rows.items()]
+    rows = Counter(map(tuple, schedule.bind(steps, PUBLISHED_BLOCKS, ("transformer",), "wan").grid("transformer")))
+    forwards = [(forward_of(row, meter, blocks), number / steps) for row, number in rows.items()]
     seconds = sum(forward.seconds * part for forward, part in forwards)
-    return {"seconds per step": PASSES * seconds * PUBLISHED_BLOCKS / blocks,
+    return {"seconds per step": PASSES * seconds,
             "attention share": sum(forward.attention * part for forward, part in forwards) / seconds,
             "peak GiB": max(forward.peak for forward, _ in forwards), "recipes": sorted({recipe for row in rows for recipe in row})}
 

@@ -33,6 +33,25 @@ def test_a_wan_step_is_measured_for_bf16_and_every_schedule_that_runs():
         assert f"\n{name}: " in result.stdout
 
 
+def test_fewer_blocks_weigh_a_schedules_blocks_as_forty_do(monkeypatch):
+    pytest.importorskip("diffusers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import wan_step
+    from wan_step import Forward
+
+    class Meter:
+        def __getitem__(self, row):
+            assert len(row) == 8
+            [recipe] = set(row)
+            return {"bf16": Forward(10.0, 8.0, 3.0), "mxfp8_fast": Forward(5.0, 3.0, 2.0)}[recipe]
+
+    row = ("bf16",) + ("mxfp8_fast",) * 39
+    mixed = wan_step.forward_of(row, Meter(), 8)
+    assert mixed.seconds == pytest.approx(10 * 5 * (1 / 40) + 5 * 5 * (39 / 40))
+    assert mixed.attention == pytest.approx(8 * 5 * (1 / 40) + 3 * 5 * (39 / 40))
+    assert mixed.peak == 3.0
+
+
 def test_errors_over_seeds_stand_beside_the_published_ones():
     result = run("fused_softmax.py", "--seq", "512", "--heads", "1", "--seeds", "2", "--rows", "64", "--device", "cpu")
     assert result.returncode == 0, result.stderr

@@ -27,9 +27,9 @@ Rounds = Annotated[int, typer.Option(min=1, help="Every contender is timed once 
 DeviceName = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, ...; by default the GPU if there is one.")]
 InputLayout = Annotated[Layout, typer.Option("--layout", help="How batched inputs lie in memory.")]
 Named = Annotated[list[str] | None, typer.Option(
-    "--workload", help="Only workloads whose name contains this; may be given several times.")]
+    "--workload", help="Only workloads of this name, or whose name contains it; may be given several times.")]
 Skipped = Annotated[list[str] | None, typer.Option(
-    "--skip", help="Leave out contenders whose name contains this; may be given several times.")]
+    "--skip", help="Leave out contenders of this name, or whose name contains it; may be given several times.")]
 Output = Annotated[Path, typer.Option(help="Folder for the JSON, the CSV and the plot.")]
 
 
@@ -99,6 +99,9 @@ def quantize(
 
     target = _device(device)
     workloads, names = quantizers.distinct(_workloads(preset, target, workload)), _recipes(recipes)
+    if not workloads:
+        fail(f"--workload: got {', '.join(workload or ())}, whose operands differ from others in values only, which a quantizer "
+             "does not see; accepted: a workload without a mean of V")
     _run("quantize", candidates.each(workloads, target, _announce, lambda one: quantizers.measure(
         one, names, target, rounds)), target, output)
 
@@ -112,9 +115,9 @@ def plot(file: Annotated[Path, typer.Argument(metavar="JSON", help="What `forwar
     try:
         extras.require("demo", ["matplotlib"])
         record = Record.read(file)
-    except (OSError, ValueError, KeyError, extras.MissingExtraError) as error:
-        fail(f"JSON: got {str(file)!r}: {error}")
-    render.plot(record, file.with_suffix(".png"))
+        render.plot(record, file.with_suffix(".png"))
+    except (OSError, ValueError, KeyError, IndexError, TypeError, extras.MissingExtraError) as error:
+        fail(f"JSON: got {str(file)!r}: {error or type(error).__name__}")
     console.print(f"wrote {file.with_suffix('.png')}", soft_wrap=True)
 
 
@@ -138,8 +141,11 @@ def _run(name: str, measured: Iterable[list["Row"]], device: torch.device, outpu
     except extras.MissingExtraError as error:
         console.print(f"no plot: {error}; `lowbit-attn bench plot {paths[0]}` draws it later", style="yellow", soft_wrap=True)
     else:
-        paths.append(output / f"{name}.png")
-        render.plot(record, paths[-1])
+        try:
+            render.plot(record, output / f"{name}.png")
+            paths.append(output / f"{name}.png")
+        except ValueError as error:
+            console.print(f"no plot: {error}", style="yellow")
     console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True)
 
 
@@ -165,20 +171,30 @@ def _workloads(presets: Sequence[Preset] | None, device: torch.device, parts: Se
     if device.type == "cpu" and large:
         fail(f"--preset: got {', '.join(large)} on device cpu, which needs a GPU; accepted: {Preset.SMALL}")
     found = [workload for preset in dict.fromkeys(chosen) for workload in PRESETS[preset]]
-    if missing := [part for part in parts or () if not any(part in workload.name for workload in found)]:
-        fail(f"--workload: got {missing[0]!r}; accepted: a part of one of {', '.join(workload.name for workload in found)}")
-    return [workload for workload in found if not parts or any(part in workload.name for part in parts)]
+    names = _named("--workload", [workload.name for workload in found], parts)
+    return [workload for workload in found if not parts or workload.name in names]
+
+
+def _named(option: str, names: Sequence[str], parts: Sequence[str] | None) -> list[str]:
+    """The names that the option's values mean: a name itself, or every name that contains the value."""
+    known, meant = list(dict.fromkeys(names)), list[str]()
+    for part in parts or ():
+        matches = [part] if part in known else [name for name in known if part.strip() and part in name]
+        if not matches:
+            fail(f"{option}: got {part!r}; accepted: one of {', '.join(known)}, or a part of one")
+        meant += matches
+    return meant
 
 
 def _kept(found: "list[Entrant]", parts: Sequence[str] | None) -> "list[Entrant]":
     """What no part of a name leaves out; what is left out is said."""
-    names = list(dict.fromkeys(x.name for x in found))
-    if missing := [part for part in parts or () if not any(part in name for name in names)]:
-        fail(f"--skip: got {missing[0]!r}; accepted: a part of one of {', '.join(names)}")
-    left = [name for name in names if any(part in name for part in parts or ())]
+    left = _named("--skip", [x.name for x in found], parts)
+    kept = [x for x in found if x.name not in left]
+    if not kept:
+        fail(f"--skip: got {', '.join(parts or ())}, which leaves nothing to measure; accepted: parts of some names")
     if left:
-        console.print(f"left out: {', '.join(left)}", soft_wrap=True)
-    return [x for x in found if x.name not in left]
+        console.print(f"left out: {', '.join(dict.fromkeys(left))}", soft_wrap=True)
+    return kept
 
 
 def _recipes(text: str) -> list[str]:

@@ -94,16 +94,46 @@ def test_named_workloads_are_measured_without_the_contenders_left_out(run, tmp_p
     assert {row["contender"] for row in rows} == {peer.name for peer in PEERS if "FP8" not in peer.name} | {"torch SDPA bf16"}
 
 
+@pytest.mark.parametrize("name", ["forward", "train"])
+def test_contenders_of_which_none_runs_leave_their_reasons_and_no_plot(run, tmp_path, name):
+    result = run("bench", name, "--workload", "small packed", "--skip", "mx", "--skip", "torch SDPA bf16", "--rounds", 1,
+                 "--output", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "no plot: nothing in it was timed" in result.stdout
+    assert json.loads((tmp_path / f"{name}.json").read_text())
+    again = run("bench", "plot", tmp_path / f"{name}.json")
+    assert again.exit_code == 2
+    assert "nothing in it was timed" in again.stderr
+
+
+def test_a_name_means_its_workload_and_a_part_all_that_contain_it():
+    assert [workload.name for workload in bench._workloads([Preset.SMALL], CPU, ["small"])] == ["small"]
+    assert [workload.name for workload in bench._workloads([Preset.SMALL], CPU, ["small c", "pack"])] == ["small causal",
+                                                                                                          "small packed"]
+
+
+def test_shapes_of_two_presets_with_one_name_have_their_own_baselines():
+    rates = {("full", "ours"): 6.0, ("full", "peer"): 3.0, ("packed", "ours"): 4.0, ("packed", "peer"): 4.0}
+    rows = [Row("4x4096", shape, contender, "kernel only", 1.0, rate, "TFLOP/s", baseline=contender == "peer")
+            for (shape, contender), rate in rates.items()]
+    record = Record(Environment.current(CPU), rows)
+    assert [record.ratios(row)["peer"] for row in rows] == [2.0, 1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize(("arguments", "problem"), [
     (["forward", "--device", "cpu", "--preset", "paper"], "--preset: got paper on device cpu, which needs a GPU; accepted: small"),
     (["forward", "--recipes", "mxfp9"], "mxfp9"),
     (["forward", "--recipes", ","], "--recipes: got ','; accepted: at least one recipe"),
-    (["forward", "--skip", "cuDNN FP9"], "--skip: got 'cuDNN FP9'; accepted: a part of one of"),
-    (["train", "--workload", "tall"], "--workload: got 'tall'; accepted: a part of one of small, small causal, small packed"),
+    (["forward", "--skip", "cuDNN FP9"], "--skip: got 'cuDNN FP9'; accepted: one of mxfp8 (reference), mxfp8_fast (reference)"),
+    (["forward", "--skip", ""], "--skip: got ''; accepted: one of mxfp8 (reference)"),
+    (["forward", *(f"--skip={part}" for part in ("mx", "torch", "flash", "cuDNN", "Sage"))], "which leaves nothing to measure"),
+    (["train", "--workload", "tall"], "--workload: got 'tall'; accepted: one of small, small causal, small packed"),
+    (["quantize", "--workload", "accumulation"], "--workload: got accumulation, whose operands differ from others in values only"),
     (["quantize", "--device", "cpux"], "--device: got 'cpux'; accepted:"),
     (["plot", "no-such.json"], "JSON: got 'no-such.json'"),
 ])
-def test_what_cannot_be_done_is_named(run, arguments, problem):
+def test_what_cannot_be_done_is_named(run, arguments, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     result = run("bench", *arguments)
     assert result.exit_code == 2
     assert problem in result.stderr

@@ -12,6 +12,12 @@ from kernel_sources import fingerprint, sources
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "docs" / "gpu-record.json"
+WITHOUT_A_PASS = {
+    "test_titan_two_gpus.py": "needs two GPUs",
+    "test_video_two_gpus.py": "needs two GPUs",
+    "test_video_cuda.py": "the run was cut by time before it; it passed an hour earlier, before fused_* changed",
+}
+"""Files of which the committed record has no test that passed, and why."""
 
 
 @pytest.fixture
@@ -32,14 +38,15 @@ def test_every_recorded_test_passed_or_says_why_it_did_not_run(record):
     outcomes = Counter(outcome.partition(":")[0] for outcome in record["outcomes"].values())
     assert outcomes["passed"] > 0
     assert set(outcomes) <= {"passed", "skipped", "xfailed", "not run"}, outcomes
-    unexplained = [name for name, outcome in record["outcomes"].items() if outcome != "passed" and ": " not in outcome]
+    unexplained = [name for name, outcome in record["outcomes"].items() if outcome != "passed" and not outcome.partition(": ")[2]]
     assert not unexplained
     assert 100 * outcomes["not run"] < outcomes["passed"]
 
 
 def test_every_gpu_test_file_ran(record):
-    ran = {name.partition("::")[0].rsplit("/", 1)[-1] for name in record["outcomes"]}
-    assert {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")} <= ran
+    ran = {name.partition("::")[0].rsplit("/", 1)[-1] for name, outcome in record["outcomes"].items() if outcome == "passed"}
+    assert {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")} - ran <= set(WITHOUT_A_PASS)
+    assert not ran & set(WITHOUT_A_PASS), "no exception any more: take it out"
 
 
 def test_the_record_says_what_ran_where(record):
@@ -158,6 +165,18 @@ def test_a_second_run_of_the_same_kernels_replaces_what_it_ran_again(gpu_run, tm
     assert second["outcomes"].pop("test_sample.py::test_bad") == "passed"
     assert second["outcomes"] == first["outcomes"]
     assert second["command"] == f"{first['command']}; pytest -q -p no:cacheprovider -k test_bad ."
+
+
+def test_what_a_second_run_did_not_reach_stays_as_the_first_found_it(gpu_run, tmp_path):
+    _, path = gpu_run(FAKE_GPU)
+    sample = tmp_path / "test_sample.py"
+    sample.write_text("def test_cut():\n    raise KeyboardInterrupt\n" + SAMPLE)
+    gpu_run("")
+    outcomes = json.loads(path.read_text())["outcomes"]
+    assert outcomes["test_sample.py::test_bad"] == "failed"
+    assert outcomes["test_sample.py::test_good"] == "passed"
+    gpu_run("", "--collect-only")
+    assert json.loads(path.read_text())["outcomes"] == outcomes
 
 
 def test_a_file_that_can_be_collected_again_is_no_longer_on_record_as_one_that_cannot(gpu_run, tmp_path):

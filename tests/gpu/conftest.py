@@ -17,6 +17,7 @@ VARIABLE = "LOWBIT_ATTN_GPU_RECORD"
 _outcomes: dict[str, str] = {}
 _collected: set[str] = set()
 _selected: set[str] = set()
+NOT_RUN = "not run: the session ended before it"
 
 
 def _triton() -> str | None:
@@ -59,12 +60,13 @@ def pytest_runtest_logreport(report):
 
 
 def _join(record, path):
-    """Keep what earlier runs of the same kernels on the same machine found, but for tests that ran again and for files that could
-    not be collected then, and now can."""
+    """Keep what earlier runs of the same kernels on the same machine found, but for tests that ran again, not only were to run, and
+    for files that could not be collected then, and now can."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if all(before.get(name) == record[name] for name in ("kernels", "device", "torch", "triton", "python")):
         kept = {name: outcome for name, outcome in before["outcomes"].items() if name not in _collected}
-        record["outcomes"] = dict(sorted({**kept, **record["outcomes"]}.items()))
+        new = {name: outcome for name, outcome in record["outcomes"].items() if outcome != NOT_RUN or name not in kept}
+        record["outcomes"] = dict(sorted({**kept, **new}.items()))
         record["command"] = "; ".join(dict.fromkeys([*before["command"].split("; "), record["command"]]))
 
 
@@ -82,12 +84,11 @@ def pytest_sessionfinish(session):
     target = os.environ.get(VARIABLE)
     if not target:
         return
-    if not torch.cuda.is_available() or not _outcomes:
+    if not torch.cuda.is_available() or not any(name in _selected for name in _outcomes):
         session.exitstatus = pytest.ExitCode.USAGE_ERROR
         print(f"\n{VARIABLE}={target}: no record written: {'no test ran' if torch.cuda.is_available() else 'no GPU here'}")
         return
-    for name in _selected - _outcomes.keys():
-        _outcomes[name] = "not run: the session ended before it"
+    _outcomes.update(dict.fromkeys(_selected - _outcomes.keys(), NOT_RUN))
     record = {
         "date": datetime.now(UTC).date().isoformat(),
         "device": torch.cuda.get_device_name(),

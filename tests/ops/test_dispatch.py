@@ -83,6 +83,8 @@ def test_what_the_portable_kernels_compute_and_how(recipe, architecture):
     explanation = explain(resolve(recipe), Device("cuda", architecture))
     assert explanation.backend == "triton"
     assert explanation.precision.startswith(PORTABLE[recipe, architecture])
+    assert ("have run on an H200" in explanation.precision) == (architecture == "sm_90")
+    assert ("have not run" in explanation.precision) == (architecture != "sm_90")
 
 
 @pytest.mark.parametrize(("recipe", "architecture", "reason"), [

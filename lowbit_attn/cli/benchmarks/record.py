@@ -77,10 +77,10 @@ class Record:
     rows: Sequence[Row]
 
     def workloads(self) -> dict[str, list[Row]]:
-        """Rows by workload, in the order they were measured."""
+        """Rows by shape, in the order they were measured; presets may give two shapes one name."""
         found: dict[str, list[Row]] = {}
         for row in self.rows:
-            found.setdefault(row.workload, []).append(row)
+            found.setdefault(row.shape, []).append(row)
         return found
 
     def baselines(self) -> list[str]:
@@ -89,7 +89,7 @@ class Record:
 
     def ratios(self, row: Row) -> dict[str, float | None]:
         """How many times each baseline's rate the row has, on the same workload: of the same scope if the baseline has it."""
-        others = [other for other in self.workloads()[row.workload] if other.baseline]
+        others = [other for other in self.workloads()[row.shape] if other.baseline]
         others.sort(key=lambda other: other.scope == row.scope)  # the last of a name counts
         peers = {other.contender: other for other in others}
         return {name: row.ratio_to(peers[name]) if name in peers else None for name in self.baselines()}

@@ -62,7 +62,9 @@ def _ratio(value: float | None) -> str:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Bars of the rate, one panel per workload; needs matplotlib."""
+    """Bars of the rate, one panel per workload; needs matplotlib. ValueError if nothing was timed."""
+    if not any(row.rate for row in record.rows):
+        raise ValueError("nothing in it was timed")
     panels = {rows[0].shape: [(f"{row.contender} ({row.scope})", row.rate, row.baseline) for row in rows if row.rate]
               for rows in record.workloads().values()}
     versions = record.environment.versions

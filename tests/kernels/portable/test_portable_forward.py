@@ -28,7 +28,7 @@ OPTIONS = (
     "mxfp8:v_exponent=operand", "mxfp8:p=e4m3/mx32,v_exponent=operand", "fused_mxfp8:exponential=exact",
     "mxattention:row_sum=exact", "mxfp8:v=e4m3/per_row,v_exponent=operand")
 MODES = [(name, "sm_80") for name in COMPUTED] + [(name, "sm_100") for name in COMPUTED] + [
-    ("mxfp8", "gfx950"), ("mxattention", "gfx950"), ("mxfp8", "sm_90")]
+    ("mxfp8", "gfx950"), ("mxattention", "gfx950"), ("mxfp4_ocp", "gfx950"), ("mxfp8", "sm_90")]
 SHAPES = [(1, 1, 1, 1, 1, 128), (2, 65, 129, 4, 2, 40), (1, 130, 128, 2, 1, 96), (1, 33, 150, 1, 1, 256)]
 """Batch, queries, keys, heads, key/value heads, head_dim."""
 
