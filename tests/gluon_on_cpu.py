@@ -224,15 +224,17 @@ def _min_of_numbers(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 LANGUAGE = SimpleNamespace(
-    constexpr=lambda x: x, float32=torch.float32, float16=torch.float16, uint8=torch.uint8, int16=torch.int16, int32=torch.int32,
-    uint32=torch.uint32, int64=torch.int64, float8e4nv=torch.float8_e4m3fn, min=_reduced(_min_of_numbers),
+    constexpr=lambda x: x, float32=torch.float32, float16=torch.float16, uint8=torch.uint8, int8=torch.int8, int16=torch.int16,
+    int32=torch.int32, uint32=torch.uint32, int64=torch.int64, float8e4nv=torch.float8_e4m3fn, min=_reduced(_min_of_numbers),
     max=_reduced(_max_of_numbers), sum=_reduced(torch.sum), reduce=_reduce, where=_where, maximum=_both(torch.fmax),
     minimum=_both(torch.fmin), sqrt=lambda x: Value(x.data.sqrt()), to_tensor=Value,
     div_rn=_both(torch.div), abs=lambda x: Value(x.data.abs()), ceil=lambda x: Value(x.data.ceil()),
-    exp2=lambda x: Value(torch.exp2(torch.as_tensor(raw(x)))), log2=lambda x: Value(torch.log2(x.data)),
+    floor=lambda x: Value(x.data.floor()), exp2=lambda x: Value(torch.exp2(torch.as_tensor(raw(x)))),
+    log2=lambda x: Value(torch.log2(x.data)),
     arange=lambda start, stop, layout: Value(torch.arange(start, int(raw(stop)), dtype=torch.int32)),
     zeros=lambda sizes, dtype, layout: Value(torch.zeros(shape_of(sizes), dtype=dtype)),
     full=lambda sizes, value, dtype, layout: Value(torch.full(shape_of(sizes), raw(value), dtype=dtype)),
+    full_like=lambda x, value: Value(torch.full_like(x.data, raw(value))), zeros_like=lambda x: Value(torch.zeros_like(x.data)),
     convert_layout=lambda x, layout: x, expand_dims=lambda x, axis: Value(x.data.unsqueeze(axis)),
     split=lambda x: tuple(Value(part) for part in x.data.unbind(-1)),
     join=lambda a, b: Value(torch.stack([a.data, b.data], -1)), static_range=range,
@@ -241,7 +243,7 @@ LANGUAGE = SimpleNamespace(
     reshape=lambda x, sizes: x.reshape(sizes), permute=lambda x, order: x.permute(order), pointer_type=lambda dtype: dtype,
     program_id=lambda axis: Value(0), num_programs=lambda axis: Value(1), num_warps=lambda: 4, BlockedLayout=lambda *_: None,
     SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda **_: None,
-    DistributedLinearLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None, NVMMASharedLayout=lambda **_: None)
+    DistributedLinearLayout=lambda *_: None, SwizzledSharedLayout=lambda *_: None, NVMMASharedLayout=lambda *_, **__: None)
 """`gl`. NaN is no number to maxima, unless a caller combines by itself."""
 
 
@@ -301,7 +303,7 @@ def _larger_pair(a: Value, b: Value) -> Value:
 
 def _warpgroup_mma(a: Value, b: Value, c: Value, *, use_acc: bool = True, is_async: bool) -> Value:
     product = a.data.float() @ b.data.float()
-    return Value(product + c.data if use_acc else product)
+    return Value((product + c.data if use_acc else product).to(c.data.dtype))
 
 
 INLINE = {
@@ -314,6 +316,7 @@ INLINE = {
     "pair": lambda even, odd: Value(torch.stack([even.data.half(), odd.data.half()], -1).view(torch.int32)[..., 0]),
     "lower_half": lambda words: Value(_halves(words)[0].data.view(torch.float16).float()),
     "upper_half": lambda words: Value(_halves(words)[1].data.view(torch.float16).float())}
+"""By the name of the function; "module.name" is that of one module only, where others have their own function of the name."""
 
 
 def _wait(barrier: Any, phase: Any) -> None:
@@ -332,6 +335,13 @@ def body_of(function: Any) -> Any:
     return getattr(function, "fn", function)
 
 
+def _inline(module: ModuleType) -> Iterator[tuple[str, Any]]:
+    for name, model in INLINE.items():
+        only, _, name_there = name.rpartition(".")
+        if hasattr(module, name_there) and only in ("", module.__name__.rpartition(".")[2]):
+            yield name_there, model
+
+
 @contextmanager
 def on_cpu(*modules: ModuleType) -> Iterator[None]:
     """Inside, the device functions of these modules are Python functions, which may be called."""
@@ -339,7 +349,7 @@ def on_cpu(*modules: ModuleType) -> Iterator[None]:
     for module in modules:
         names = {name: body_of(value) for name, value in vars(module).items() if type(value).__name__ == "GluonJITFunction"}
         names |= {name: value.value for name, value in vars(module).items() if type(value).__name__ == "constexpr"}
-        names |= {name: value for name, value in INLINE.items() if hasattr(module, name)}
+        names |= dict(_inline(module))
         names |= {"tma_load": load_tile} if hasattr(module, "tma_load") else {}
         if hasattr(module, "warpgroup_mma"):
             names |= {"warpgroup_mma": _warpgroup_mma, "mbarrier": NOTHING, "fence_async_shared": lambda: None,

@@ -234,7 +234,7 @@ class Kernel:
         self.body, self.modules = kernel.fn, modules
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, enable_fp_fusion: bool = True, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int, maxnreg: int = 0, enable_fp_fusion: bool = True, **constants: Any) -> None:
             for program in range(grid[0]):
                 place = {"program_id": lambda axis: Value(program), "num_programs": lambda axis: Value(grid[0])}  # noqa: B023
                 with memory_of(*self.modules), patch.multiple(LANGUAGE, **place):

@@ -15,6 +15,7 @@ import launches
 import torch
 from fused_ablation import VARIANTS, Point
 from gluon_on_cpu import Value
+from gluon_packed import halves, packed_instructions, words
 from triton._C.libtriton import ir
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -76,66 +77,6 @@ def test_no_length_compiles_again(name):
     assert short == long
 
 
-def halves(words):
-    """Words -> their float16 numbers as float64, [..., 2]."""
-    return words.data.to(torch.int32).contiguous().view(torch.float16).unflatten(-1, (-1, 2)).double()
-
-
-def words(numbers):
-    """The inverse, rounding to nearest even."""
-    return Value(numbers.half().contiguous().view(torch.int32)[..., 0])
-
-
-def integers(words):
-    return words.data.to(torch.int32).contiguous().view(torch.int16).unflatten(-1, (-1, 2)).double()
-
-
-def words_of_integers(numbers):
-    return Value(numbers.to(torch.int16).contiguous().view(torch.int32)[..., 0])
-
-
-def short_patterns(s, slope, offset, rest):
-    """Rests are positive integers here."""
-    t = (halves(s) * halves(slope) + halves(offset)).clamp_min(0).half().double()
-    return words_of_integers((t * 16 - integers(rest)).round().clamp_min(0))
-
-
-def offset_pairs(x):
-    near = x.data.half()
-    up = torch.where(near.double() < x.data, torch.nextafter(near, torch.full_like(near, torch.inf)), near).double()
-    rest = ((up - x.data) * 16).round()
-    return words(up[..., None].expand(*up.shape, 2)), words_of_integers(rest[..., None].expand(*up.shape, 2))
-
-
-def lower_if_above(offset, pair, rest, top, cap, seed):
-    """Everything again from the offset; which rows are raised is the largest of their lanes' business."""
-    largest = (top.data + offset.data).amax(-1, keepdim=True)
-    raised = torch.where(largest > cap.data, ((largest - seed.data) / 8).ceil(), 0.0)
-    lowered = Value(offset.data - 8 * raised)
-    return lowered, *offset_pairs(lowered), Value(torch.exp2(-raised).expand(offset.data.shape))
-
-
-def round_patterns(word, threshold, magic, double, short, clamp):
-    """E2M3: three bits below the leading one, and the spacing of the smallest binade below."""
-    pattern = halves(words_of_integers(integers(word) * (8 if short else 1)))
-    spacing = halves(threshold) / 16 * torch.where(pattern >= halves(double), 4, torch.where(pattern >= halves(threshold), 2, 1))
-    return words((pattern / spacing).round() * spacing)
-
-
-PLAIN = {
-    "multiply": lambda a, b: words(halves(a) * halves(b)), "add": lambda a, b: words(halves(a) + halves(b)),
-    "twice": lambda x: words(x.data.double()[..., None].expand(*x.data.shape, 2)),
-    "largest_of_four": lambda *x: words(torch.stack([halves(y) for y in x]).amax(0)),
-    "larger_half": lambda x: words(halves(x).amax(-1, keepdim=True).expand(*x.data.shape, 2)),
-    "zero_if_hidden": lambda weight, score: weight, "short_patterns": short_patterns, "offset_pairs": offset_pairs,
-    "lower_half": lambda word: Value(halves(word)[..., 0].float()), "lower_if_above": lower_if_above,
-    "round_patterns": round_patterns}
-"""What the kernel's packed instructions mean; tests/gpu/test_hopper_inline_blocks.py holds them to that."""
-
-LIKE = {"full_like": lambda x, number: Value(torch.full_like(x.data, number)),
-        "zeros_like": lambda x: Value(torch.zeros_like(x.data))}
-
-
 def softmax(function, scores, values, unit, online):
     """Output and log-sum-exp of one warpgroup's rows by a function that takes the place of `fused.online` (or `fused.frozen`): by
     float32 sums, and by sums of rounded weights."""
@@ -171,8 +112,7 @@ def test_the_functions_of_the_variants_and_the_kernels_own_are_softmax(name, cli
     scores[:, 256:] *= climb
     values = torch.randn(512, 32)
     unit = 2.0**-6 * (1 if name == "exact_frozen" else 8)  # scores in doublings, or 8 codes each
-    with patch.dict(gluon_on_cpu.INLINE, PLAIN), patch.multiple(gluon_on_cpu.LANGUAGE, create=True, **LIKE), \
-            gluon_on_cpu.on_cpu(fused_ablation, blocks, inline):
+    with packed_instructions(), gluon_on_cpu.on_cpu(fused_ablation, blocks, inline):
         function = blocks.frozen if name == "frozen" else getattr(fused_ablation, name)
         results = softmax(function, scores * 64, values, unit, name not in ("unchecked", "frozen"))
     weights = (scores * math.log(2)).softmax(-1)

@@ -23,8 +23,10 @@ ROOT = Path(__file__).parents[2]
 OLDEST = ROOT / ".venv-triton36"
 
 
+@pytest.mark.parametrize("everything", [pytest.param([], id="few"),
+                                        pytest.param(["--everything"], id="all", marks=pytest.mark.full)])
 @pytest.mark.parametrize("version", [portable.VERSION, "3.6"], ids=["this Triton", "Triton 3.6"])
-def test_every_pair_of_kernel_and_architecture_compiles_as_promised(version, tmp_path):
+def test_every_pair_of_kernel_and_architecture_compiles_as_promised(version, everything, tmp_path):
     python = Path(sys.executable)
     if version != portable.VERSION:
         python = OLDEST / "bin" / "python"
@@ -32,7 +34,7 @@ def test_every_pair_of_kernel_and_architecture_compiles_as_promised(version, tmp
             message = f"{OLDEST.name} is missing: `make {OLDEST.name}/ready` makes it"
             (pytest.fail if os.environ.get("CI") else pytest.skip)(message)
     report = tmp_path / "report.json"
-    run = subprocess.run([python, portable.__file__, "--json", report], capture_output=True, text=True, check=False)
+    run = subprocess.run([python, portable.__file__, "--json", report, *everything], capture_output=True, text=True, check=False)
     assert report.is_file(), run.stderr
     found = json.loads(report.read_text())
     assert found["triton"].startswith(f"{version}.")

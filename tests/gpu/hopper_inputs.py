@@ -1,7 +1,5 @@
 """Inputs that the tests of the Hopper kernels share."""
 
-import math
-
 import torch
 
 SHAPES = [  # batch, queries, keys, heads, kv heads, head_dim
@@ -21,17 +19,6 @@ def inputs(batch, queries, keys, heads, kv_heads, head_dim, dtype=torch.bfloat16
     return (normal(batch, heads, queries, head_dim, seed=1, dtype=dtype), normal(batch, kv_heads, keys, head_dim, seed=2,
                                                                                  dtype=dtype),
             normal(batch, kv_heads, keys, head_dim, seed=3, dtype=dtype))
-
-
-def relative(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
-
-
-def scores(q, k, scale=None):
-    """Exact base-two scores of every query with every key of its head group, flattened; q, k [.., H, S, D]."""
-    k = k.nan_to_num(posinf=0, neginf=0).float().repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-    factor = (q.shape[-1] ** -0.5 if scale is None else scale) * math.log2(math.e)
-    return (q.nan_to_num(posinf=0, neginf=0).float() @ k.mT * factor).flatten()
 
 
 def padded_keys():

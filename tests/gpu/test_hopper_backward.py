@@ -10,7 +10,8 @@ import math
 import pytest
 import torch
 import torch._dynamo.testing
-from hopper_inputs import adversarial, inputs, normal, packed, padded_keys, relative, scores
+from block_bounds import relative, scores
+from hopper_inputs import adversarial, inputs, normal, packed, padded_keys
 
 import lowbit_attn
 from lowbit_attn.ops import LowbitFallbackWarning, hopper

@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from hopper_inputs import DOCUMENTS, SHAPES, adversarial, climbing, inputs, normal, packed, padded_keys, relative, scores
+from block_bounds import RISES, allowed, assert_close, relative, rising, scores
+from hopper_inputs import DOCUMENTS, SHAPES, adversarial, climbing, inputs, normal, packed, padded_keys
 
 import lowbit_attn
 from lowbit_attn.ops import LowbitFallbackWarning
@@ -20,36 +21,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() 
 RECIPES = ("fused_mxfp8", "fused_mxfp6", "fused_mxfp4", "mxattention", "mxfp4_ocp")
 ABLATIONS = ("fused_mxfp6:p=e2m1/mx32/oas", "fused_mxfp4:rotation=none", "mxattention:p=e2m3/mx32", "mxattention:row_sum=exact",
              "mxattention:q_prescale=true", "mxfp4_ocp:p=e2m1/mx32/ceil")
-
-
-def allowed(x, head_dim, recipe):
-    """A relative distance of outputs, how far a score may be off relative to itself, and the codes of P in a doubling.
-
-    A score x is off by up to 2^-13 of itself for each 16 channels that were added and by 2^-11 more in float16; an offset of the
-    affine exponential by up to 2^-8 doublings. Of n codes a doubling a score off by e moves a share n e by 1 / n of their values:
-    weights by sqrt(n e) / n in the root mean square. The output is also off by its rounding (2^-8 of two) and, where V's mean is
-    not zero, by what FP8 sums lose between promotions (2^-7)."""
-    recipe = resolve(recipe)
-    codes = 2 if recipe.p.element == "e2m1" else 8
-    step = (head_dim // 16 + 1) * 2.0**-13 + 2.0**-11
-    error = step * (x.square().mean().sqrt().item() if x.numel() else 0.0) + (2.0**-8 if recipe.maximum == "frozen" else 0)
-    return 2.0**-8 + 2.0**-7 + math.sqrt(codes * error) / codes, step, codes
-
-
-def assert_close(actual, expected, x, head_dim, recipe):
-    """Within what is allowed; the same NaN, and rows without a key."""
-    (output, lse), (reference, reference_lse) = actual, expected
-    bound, step, codes = allowed(x, head_dim, recipe)
-    assert output.shape == reference.shape
-    assert output.dtype == reference.dtype
-    assert torch.equal(output.isnan(), reference.isnan())
-    assert torch.equal(lse.isneginf(), reference_lse.isneginf())
-    seen = lse.isfinite() & reference_lse.isfinite()
-    assert relative(output.nan_to_num(), reference.nan_to_num()) < bound
-    if seen.any():
-        # A flipped code also moves a quantized row sum: at most from 1 to the next code, of the only weight.
-        flip = 2.0**-9 if resolve(recipe).row_sum == "exact" else math.log(1 + 1 / codes)
-        assert (lse - reference_lse)[seen].abs().max() < step * x.abs().max().item() + flip
 
 
 def compare(q, k, v, recipe, **options):
@@ -116,6 +87,28 @@ def test_an_outlier_of_v_shows_in_its_channel_only(recipe):
                                   "tiny", "mean", "first tile far above", "first tile far below", "staircase"])
 def test_adversarial_inputs(name, recipe):
     compare(*(adversarial() | climbing())[name], recipe)
+
+
+@pytest.mark.parametrize("name", RISES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_maxima_rise_around_promotions(recipe, head_dim, name):
+    keys, heights = RISES[name]
+    q, k, v = inputs(1, 200, keys, 2, 2, head_dim)
+    compare(*rising(q, k, v, heights), recipe)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_maxima_rise_in_one_document_only(recipe, head_dim):
+    keys, heights = RISES["between two promotions"]
+    q, k, v, *bounds = packed([300, 200, 33], 2, 2, head_dim, 77, keys=[300, keys, 33])
+    for head in range(2):
+        own, its = (slice(300, 500), head), (slice(300, 300 + keys), head)
+        q[own], k[its], v[its] = rising(q[own], k[its], v[its], heights)
+    results = [lowbit_attn.varlen_attention(q, k, v, *bounds, recipe=recipe, return_lse=True, backend=backend)
+               for backend in ("hopper", "reference")]
+    assert_close(*results, scores(q.transpose(0, 1), k.transpose(0, 1)), head_dim, recipe)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

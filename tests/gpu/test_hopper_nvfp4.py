@@ -9,7 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hopper_inputs import DOCUMENTS, adversarial, climbing, inputs, normal, packed, relative
+from block_bounds import relative
+from hopper_inputs import DOCUMENTS, adversarial, climbing, inputs, normal, packed
 from test_hopper_forward import compare
 
 import lowbit_attn

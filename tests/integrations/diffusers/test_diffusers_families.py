@@ -127,7 +127,6 @@ CANNOT = {
 }
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("how", ["compile", "compile_repeated_blocks"])
 @every_family
 def test_any_family_compiles_as_diffusers_can_and_a_later_run_adds_no_graph(family, how):
