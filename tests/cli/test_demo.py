@@ -35,6 +35,11 @@ def test_report_says_what_it_must(report):
         assert words in text
 
 
+def test_the_references_speed_stands_beside_nobodys(report):
+    [line] = [line for line in (report[0] / "report.md").read_text().splitlines() if line.startswith("| mxfp8 ")]
+    assert line.endswith("| – (reference) |")
+
+
 def test_the_grid_is_what_ran(report):
     text = (report[0] / "report.md").read_text()
     grid = text[text.index("```"):]
