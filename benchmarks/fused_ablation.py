@@ -172,7 +172,7 @@ def rescale_always(accumulator, factor, D: gl.constexpr):
     return accumulator * gl.convert_layout(factor, gl.SliceLayout(1, accumulator.type.layout))[:, None]
 
 
-TWO, THREE = Config(3, 16, 2, 240), Config(2, 16, 3, 160)
+TWO, THREE = block_attention.ONLINE[DIM], block_attention.FROZEN[DIM]
 """Two warpgroups with many registers, as the package runs an online maximum, and three with few, as it runs a frozen one."""
 
 

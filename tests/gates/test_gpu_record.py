@@ -157,7 +157,7 @@ def test_what_an_interrupted_run_did_not_reach_is_on_record(gpu_run, tmp_path, w
 def test_a_second_run_of_the_same_kernels_replaces_what_it_ran_again(gpu_run, tmp_path):
     _, path = gpu_run(FAKE_GPU)
     sample = tmp_path / "test_sample.py"
-    sample.write_text(SAMPLE.replace("assert False", "assert True"))
+    sample.write_text(SAMPLE.replace("def test_bad():\n    assert False", "def test_bad():\n    assert True"))
     first = json.loads(path.read_text())
     gpu_run("", "-k", "test_bad")
     second = json.loads(path.read_text())
