@@ -5,7 +5,7 @@
 
 Full attention, head_dim 128, bf16 in and out, normal inputs; operands are prepared beforehand. The tricks:
 
-    F  frozen maximum: after the first tile the maximum stays, unless a tile exceeds it by 6 doublings (roll-back)
+    F  frozen maximum: after the first tile the maximum stays, unless a tile exceeds it by 3 doublings (roll-back)
     R  row sum as a product of the quantized weights with ones, instead of float32 additions
     U  exponentials by Schraudolph in packed 16-bit words (U16), instead of ex2 in float32
 
@@ -46,7 +46,7 @@ from triton.runtime.jit import JITFunction
 from lowbit_attn.cli.benchmarks.timing import Timing, interleaved
 from lowbit_attn.kernels.hopper import block_attention, fused, inline
 from lowbit_attn.kernels.hopper.attention import Config, processors
-from lowbit_attn.kernels.hopper.blocks import SEED, SMALLEST, block_tops, by_row, exponentials, rounded
+from lowbit_attn.kernels.hopper.blocks import SEED, SEED_LOG2, SMALLEST, block_tops, by_row, exponentials, rounded
 from lowbit_attn.recipes import Recipe, resolve
 
 DIM = 128
@@ -59,7 +59,7 @@ CHECKED = 8192
 BOUND = 2.0
 """Percent that the roll-back check may cost where nothing rolls back."""
 
-HEADROOM: gl.constexpr = gl.constexpr(6.0)
+HEADROOM: gl.constexpr = gl.constexpr(8.0 - SEED_LOG2.value)
 """Doublings between a weight of 1 in the first tile and the top of the operands, as the kernel has under a frozen maximum."""
 
 UNIT: gl.constexpr = gl.constexpr(SEED.value + 8.0 * HEADROOM.value)

@@ -64,7 +64,7 @@ def _rise(tiles, first, height, missing=0):
 
 # A maximum rises by 6 doublings or more. A few keys that much higher, after two thousand, leave either side some of the weight, so
 # that what is scaled too little shows, and what is scaled too much. Other keys after the rise lie far below: the kernel takes what
-# is 9 doublings below its maximum for nothing, the reference does not, and two thousand ordinary ones would show it.
+# is 12 doublings below its maximum for nothing, the reference does not, and two thousand ordinary ones would show it.
 RISES = {
     "level": _rise(20, 20, 0.0, missing=57),
     "before the promotion": _rise(20, PROMOTE - 1, 10.0),

@@ -351,9 +351,9 @@ def on_cpu(*modules: ModuleType) -> Iterator[None]:
         names |= {name: value.value for name, value in vars(module).items() if type(value).__name__ == "constexpr"}
         names |= dict(_inline(module))
         names |= {"tma_load": load_tile} if hasattr(module, "tma_load") else {}
-        if hasattr(module, "warpgroup_mma"):
-            names |= {"warpgroup_mma": _warpgroup_mma, "mbarrier": NOTHING, "fence_async_shared": lambda: None,
-                      "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0]}
+        hardware = {"warpgroup_mma": _warpgroup_mma, "mbarrier": NOTHING, "fence_async_shared": lambda: None,
+                    "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0]}
+        names |= {name: model for name, model in hardware.items() if hasattr(module, name)}
         replaced.append(patch.multiple(module, gl=LANGUAGE, **names))
     for replacement in replaced:
         replacement.start()

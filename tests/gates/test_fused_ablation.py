@@ -98,7 +98,7 @@ def softmax(function, scores, values, unit, online):
         weights = 256 * halves(patterns).float().transpose(1, 2).reshape(64, 128)
         output = (output * factor.data[:, None] if tile else 0) + weights @ values[keys]
         quantized = (quantized * factor.data if tile else 0) + weights.sum(-1)
-    base = level.data if online else (blocks.SEED - offset.data[:, 0]) / 8 + 6
+    base = level.data if online else (blocks.SEED - offset.data[:, 0]) / 8 + 8 - blocks.SEED_LOG2
     results = {False: (output / quantized[:, None], base - 8 + quantized.log2())}
     return results | ({True: (output / exact[:, None] / 256, base + exact.log2())} if online else {})
 

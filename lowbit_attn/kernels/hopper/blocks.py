@@ -4,18 +4,22 @@ A key tile's 128 keys are ordered so that lane c of the four that share a row ho
 maximum and scale stay inside a thread. Scores of a tile come as words of two float16, [64 rows, 16, 4 lanes].
 
 P leaves as E4M3 codes of the rounded weights themselves, relative to an exponent of the row that runs with the loop: at level l an
-operand of 1 stands for 2^l times a constant of what the reference calls P. Blocks far below the row's largest lose bits of their
-smallest weights, each at most 2^-17 of the row's largest; see `docs/numerics.md`.
+operand of 1 stands for 2^l times a constant of what the reference calls P. Blocks far below the row's level lose bits of their
+smallest weights, and all of those 11.9 doublings under a frozen one; see `docs/numerics.md`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit_attn.kernels.hopper import inline
-from lowbit_attn.kernels.hopper.forward import KEYS, ROWS
+from lowbit_attn.kernels.hopper.forward_tiles import KEYS, ROWS
 
-SEED: gl.constexpr = gl.constexpr((65535.0 / 512.0 * (127.0 - 0.05798) - 128.0 * 118.0) / 16.0)
-"""Where a frozen maximum lands, in E4M3 codes: a weight of 1 is 2^2 as an E4M3 operand, 6 doublings below the top of its blocks."""
+SEED_LOG2: gl.constexpr = gl.constexpr(5.0)
+"""Frozen maximum: log2 of what a weight of 1 is as an E4M3 operand, 3 doublings below the top of its blocks. The lower, the more
+small weights become 0 (attention sinks); the higher, the more often a tile raises the maximum."""
+
+SEED: gl.constexpr = gl.constexpr((65535.0 / 512.0 * (127.0 - 0.05798) - 128.0 * (120.0 - SEED_LOG2.value)) / 16.0)
+"""Where a frozen maximum lands, in E4M3 codes."""
 
 CAP: gl.constexpr = gl.constexpr(119.0)
 """Larger weights, those above 240 as E4M3 operands, raise the row's level: rounded to any of the grids they might leave E4M3."""

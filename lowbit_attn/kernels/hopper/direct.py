@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lowbit_attn.kernels.hopper import inline
-from lowbit_attn.kernels.hopper.forward import KEYS, ROWS
+from lowbit_attn.kernels.hopper.forward_tiles import KEYS, ROWS
 
 
 @gluon.jit
@@ -128,7 +128,7 @@ def spread_words(x):
 
 @gluon.jit
 def pack(h, OPERAND: gl.constexpr):
-    """Words of 1024 + code [64, 64] -> words of four codes [64, 32], keys in the order of `forward.pack`."""
+    """Words of 1024 + code [64, 64] -> words of four codes [64, 32], keys in the order of `forward_tiles.pack`."""
     CODES: gl.constexpr = gl.zeros([ROWS, KEYS], gl.int32, OPERAND).reshape([ROWS, KEYS // 4, 4]).type.layout
     pairs = h.reshape([ROWS, KEYS // 16, 2, 4]).permute((0, 1, 3, 2))
     first, second = gl.split(pairs)

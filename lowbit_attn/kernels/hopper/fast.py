@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from lowbit_attn.kernels.hopper import inline
 from lowbit_attn.kernels.hopper.compat import tma_load
 from lowbit_attn.kernels.hopper.direct import from_rows, hide, pack, softmax_full, softmax_general, tile_sums, to_rows
-from lowbit_attn.kernels.hopper.forward import (
+from lowbit_attn.kernels.hopper.forward_tiles import (
     KEYS,
     ROWS,
     barriers,

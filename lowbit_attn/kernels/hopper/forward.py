@@ -2,7 +2,8 @@
 
 One persistent program per multiprocessor: a loader warp keeps a ring of K and V tiles full by TMA, and one or two consumer
 warpgroups of 64 query rows each compute. Scores are E4M3 x E4M3 in float32; the token-block scales of Q and K multiply
-them afterwards, V's are folded into P relative to a reference exponent that runs with the loop (see `records`).
+them afterwards, V's are folded into P relative to a reference exponent that runs with the loop (see `records`). Two
+warpgroups take turns at the exponentials of full tiles: at the same time each would slow the other while the matrix units idle.
 
 Operands, all in the flattened [tokens, heads, head_dim] view:
     q, k: E4M3 codes [tokens, heads * D];  v: E4M3 codes [Hkv * D, padded tokens], keys permuted (j, c, e) -> (c, j, e) inside
@@ -17,93 +18,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lowbit_attn.kernels.hopper.compat import tma_load
-from lowbit_attn.kernels.hopper.inline import (
-    keep_visible,
-    pack_e4m3,
-    pass_turn,
-    scale_rows_if_needed,
-    take_turn,
-    uniform,
-    unpack_e4m3,
+from lowbit_attn.kernels.hopper.forward_tiles import (
+    KEYS,
+    ROWS,
+    barriers,
+    by_thread,
+    entry_of,
+    load_tiles,
+    operand,
+    pack,
+    promote,
+    raise_maximum,
+    rescale,
+    scale_of,
+    spread,
+    store_rows,
+    with_master,
 )
-
-ROWS = gl.constexpr(64)
-KEYS = gl.constexpr(128)
-
-
-@gluon.jit
-def entry_of(index, count, GROUP):
-    """Work entry and head of a work index: heads in groups, inside a group longest entries first, heads fastest."""
-    inside = index % (count * GROUP)
-    return inside // GROUP, (index // (count * GROUP)) * GROUP + inside % GROUP
-
-
-@gluon.jit
-def barriers(WARPGROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """Full and empty of Q, of the ring of K tiles and of that of V tiles: one loader fills, WARPGROUPS consumers empty."""
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=WARPGROUPS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=WARPGROUPS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=WARPGROUPS)
-    return q_full, q_empty, k_full, k_empty, v_full, v_empty
-
-
-@gluon.jit
-def load_tiles(q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-               heads, groups, GROUP, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, K_PADDED: gl.constexpr):
-    """The loader warp: Q of each work entry, then its K and V tiles in turn. K_PADDED: K's tiles are padded as V's are."""
-    step = 0
-    turn = 0
-    entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * heads, gl.num_programs(0)):
-        entry, head = entry_of(index, entries, GROUP)
-        row = work + entry * 8
-        q_row = gl.load(row)
-        k_tile = gl.load(row + 4)
-        if K_PADDED:
-            k_row = k_tile * KEYS
-        else:
-            k_row = gl.load(row + 2)
-        tiles = gl.load(row + 6)
-        kv_head = head // groups
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        mbarrier.expect(q_full, WARPGROUPS * q_desc.block_type.nbytes)
-        for w in gl.static_range(WARPGROUPS):
-            tma_load(q_desc, [q_row + w * ROWS, head * D], q_full, q_smem.index(w))
-        for i in range(0, tiles):
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
-            tma_load(k_desc, [k_row + i * KEYS, kv_head * D], k_full.index(stage), k_smem.index(stage))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
-            tma_load(v_desc, [kv_head * D, (k_tile + i) * KEYS], v_full.index(stage), v_smem.index(stage))
-            step += 1
-        turn += 1
-
-
-@gluon.jit
-def spread(x):
-    """[rows, blocks] -> broadcastable to [rows, blocks, 4, 4, 2], the score tile by block, j, c, e."""
-    return x[:, :, None][:, :, None, :][:, :, :, :, None]
-
-
-@gluon.jit
-def raise_maximum(maximum, tile_maximum, THRESHOLD: gl.constexpr):
-    """The lazy maximum: raised to the tile's only when that exceeds it by more than THRESHOLD doublings."""
-    return gl.where(tile_maximum - maximum > THRESHOLD, tile_maximum, maximum)
+from lowbit_attn.kernels.hopper.inline import keep_visible, uniform
 
 
 @gluon.jit
@@ -120,8 +52,35 @@ def load_record(records, exponents, tile, MASKED: gl.constexpr, L3: gl.constexpr
 
 
 @gluon.jit
-def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, largest, row_sum, P_LOG2: gl.constexpr,
-                 THRESHOLD: gl.constexpr):
+def wait_turn(turns, number, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Wait for this warpgroup's turn `number` at the exponentials."""
+    if WARPGROUPS == 2:
+        mbarrier.wait(turns.index(WARPGROUP), number & 1)
+
+
+@gluon.jit
+def end_turn(turns, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+    """Give the other warpgroup its turn."""
+    if WARPGROUPS == 2:
+        mbarrier.arrive(turns.index(1 - WARPGROUP), count=1)
+
+
+@gluon.jit
+def late_offset(p_log2, fold, P_LOG2: gl.constexpr, WARPGROUPS: gl.constexpr, L3: gl.constexpr):
+    """log2 of P's factor, [64 or 1, 4 blocks]. After a wait for a turn it comes from shared memory, so that ptxas cannot compute
+    exponentials ahead of it; but for one block of 32 keys, which fill the time that it takes to hand over a turn."""
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
+    if WARPGROUPS == 2:
+        block = gl.arange(0, 4, fold.type.layout)
+        return gl.where((block == 0)[None, :], P_LOG2, p_log2.load(ROW)[:, None])
+    else:
+        return gl.full([ROWS], P_LOG2, gl.float32, ROW)[:, None]
+
+
+@gluon.jit
+def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum, largest, row_sum, turns, p_log2, number,
+                 P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr,
+                 L3: gl.constexpr):
     """One tile that every row sees in full: folded P, and the state after it. `largest` is the largest score itself, which the
     lazy maximum may lie below."""
     s = scores.reshape([ROWS, 4, 4, 4, 2])
@@ -129,7 +88,8 @@ def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum
     top = gl.max(gl.max(s, 4), 2) * a[:, :, None]
     top = gl.convert_layout(gl.max(gl.max(top, 1), 1), maximum.type.layout)
     new = raise_maximum(maximum, top, THRESHOLD)
-    b = (P_LOG2 - new)[:, None] + fold[None, :]
+    wait_turn(turns, number, WARPGROUP, WARPGROUPS)
+    b = (late_offset(p_log2, fold, P_LOG2, WARPGROUPS, L3) - new[:, None]) + fold[None, :]
     p = gl.exp2(s * spread(a) + spread(b))
     sums = gl.sum(gl.sum(gl.sum(p, 4), 2) * gl.exp2(-fold - P_LOG2)[None, :, None], 1)
     decay = gl.exp2(maximum - new)
@@ -139,16 +99,26 @@ def softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum
 
 
 @gluon.jit
+def hide(scores, limit, D: gl.constexpr):
+    """Scores, -inf for the keys past `limit`. Comparisons with constants cost half, but would spill at head_dim 256."""
+    column = gl.arange(0, KEYS, gl.SliceLayout(0, scores.type.layout))
+    limit = gl.convert_layout(limit, gl.SliceLayout(1, scores.type.layout))
+    if D == 256:
+        return keep_visible(scores, limit[:, None] - column[None, :])
+    else:
+        return gl.where(limit[:, None] >= column[None, :], scores, float("-inf"))
+
+
+@gluon.jit
 def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, largest, row_sum, reference, P_LOG2: gl.constexpr,
-                   THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, FIRST: gl.constexpr, L3: gl.constexpr):
+                   THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, FIRST: gl.constexpr, D: gl.constexpr, L3: gl.constexpr):
     """One tile of which row r sees keys 0..limit[r] only: each row's own reference exponent, masked scores."""
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L3)))
-    s = scores.reshape([ROWS, 4, 4, 4, 2])
     a = row_scale[:, None] * k_scale[None, :]
-    column = gl.arange(0, KEYS, gl.SliceLayout(0, scores.type.layout))
-    distance = gl.convert_layout(limit, gl.SliceLayout(1, scores.type.layout))[:, None] - column[None, :]
-    x = keep_visible(s * spread(a), distance.reshape([ROWS, 4, 4, 4, 2]))
-    top = gl.convert_layout(gl.max(gl.max(gl.max(gl.max(x, 4), 2), 1), 1), maximum.type.layout)
+    a = gl.maximum(a, 2.0**-126)  # hidden scores are -inf, which times 0 would be NaN
+    s = hide(scores, limit, D).reshape([ROWS, 4, 4, 4, 2])
+    top = gl.max(gl.max(s, 4), 2) * a[:, :, None]
+    top = gl.convert_layout(gl.max(gl.max(top, 1), 1), maximum.type.layout)
     if FIRST:
         new = gl.where(limit < 0, 0.0, top)  # rows that see no key at all
     else:
@@ -159,7 +129,7 @@ def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, largest, row
     fold = seen - raised[:, None]
     fold = gl.where(fold < LOWEST, LOWEST, fold)
     b = (P_LOG2 - new)[:, None] + fold
-    p = gl.exp2(x + spread(b))
+    p = gl.exp2(s * spread(a) + spread(b))
     sums = gl.sum(gl.sum(gl.sum(p, 4), 2) * gl.exp2(-fold - P_LOG2)[:, :, None], 1)
     if FIRST:
         row_sum, factor = sums, new
@@ -171,147 +141,68 @@ def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, largest, row
 
 
 @gluon.jit
-def scale_of(code, BROKEN: gl.constexpr):
-    """2^(code - 127) of E8M0 codes; code 0 is a subnormal, and 255 marks NaN: the float whose bits are BROKEN."""
-    bits = gl.where(code == 0, 1 << 22, gl.where(code == 255, BROKEN, code << 23))
-    return bits.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def pack(p, OPERAND: gl.constexpr):
-    """P [64, columns] as E4M3 codes, four a word: int32 [64, columns / 4]. Columns (j, c, e) of each 16 come in the order
-    (c, j, e), a renaming of registers. Words, because an FP8 tensor carried around the loop would take a register per byte."""
-    COLUMNS: gl.constexpr = p.shape[1]
-    ordered = p.reshape([ROWS, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, COLUMNS])
-    pairs = gl.convert_layout(ordered, OPERAND).reshape([ROWS, COLUMNS // 4, 2, 2])
-    even, odd = gl.split(pairs)
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    return pack_e4m3(first, second, third, fourth)
-
-
-@gluon.jit
-def operand(words, OPERAND: gl.constexpr):
-    """The packed words as wgmma's A operand, E4M3 [64, columns]."""
-    COLUMNS: gl.constexpr = 4 * words.shape[1]
-    CODES: gl.constexpr = gl.zeros([ROWS, COLUMNS], gl.int32, OPERAND).reshape([ROWS, COLUMNS // 4, 4]).type.layout
-    repeated = gl.expand_dims(gl.convert_layout(words, gl.SliceLayout(2, CODES)), 2)
-    repeated = repeated.broadcast_to([ROWS, COLUMNS // 4, 4]).reshape([ROWS, COLUMNS])
-    return unpack_e4m3(gl.convert_layout(repeated, OPERAND))
-
-
-@gluon.jit
-def scale_parts(parts, rows, D: gl.constexpr):
-    """Accumulator parts [warp, row, lane / 4, D / 8, lane % 4, pair] times rows, mostly 1, broadcastable to them."""
-    if D == 256:
-        scaled = parts * rows  # more registers than one assembly statement takes
+def first_tile(scores, full, record, own, row_scale, limit, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr,
+               D: gl.constexpr, OPERAND: gl.constexpr, L3: gl.constexpr):
+    """Packed P of a work entry's first tile, which every row sees in full if `full` says so, and the state after it."""
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
+    k_scale, fold, lift, tile_reference = record
+    nothing = gl.full([ROWS], float("-inf"), gl.float32, ROW)  # scores may all lie below -127
+    if full > 0:
+        none = gl.zeros([ROWS, 4], gl.float32, gl.SliceLayout(1, L3))
+        p, maximum, largest, row_sum, reference, _ = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference,
+                                                                  gl.full([ROWS], -3e38, gl.float32, ROW), nothing, none, 0, 0, 0,
+                                                                  P_LOG2, THRESHOLD, 0, 1, L3)
+        words = pack(p, OPERAND)
     else:
-        scaled = scale_rows_if_needed(parts, rows, D // 2)
-    return scaled.reshape([ROWS, D])
+        start = gl.full([ROWS], -127.0, gl.float32, ROW)
+        p, maximum, largest, row_sum, reference, _ = softmax_masked(scores, row_scale, k_scale, own, limit, start, nothing, start,
+                                                                    start, P_LOG2, THRESHOLD, LOWEST, True, D, L3)
+        words = pack(p, OPERAND)
+    return words, maximum, largest, row_sum, reference
 
 
 @gluon.jit
-def rescale(accumulator, factor, D: gl.constexpr):
-    """Rows times factor [64], skipped while no factor of the warp is below 1."""
-    parts = accumulator.reshape([4, 2, 8, D // 8, 4, 2])
-    LAYOUT: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, parts.type.layout)))
-    rows = gl.convert_layout(factor, gl.SliceLayout(1, accumulator.type.layout)).reshape([4, 2, 8])
-    rows = gl.convert_layout(rows, LAYOUT)[:, :, :, None][:, :, :, :, None][:, :, :, :, :, None]
-    return gl.convert_layout(scale_parts(parts, rows, D), accumulator.type.layout)
-
-
-@gluon.jit
-def by_thread(accumulator, D: gl.constexpr):
-    """[D/8, warp, lane / 4, lane % 4, row, pair]: what each thread holds, 16 bytes of shared memory at a time."""
-    return accumulator.reshape([4, 2, 8, D // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-
-
-@gluon.jit
-def add_master(part, master, change, CHUNK: gl.constexpr, INDEX: gl.constexpr):
-    """part + master * 2^change for one chunk of channels; change [64 rows] by warp, lane / 4 and row."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(0, part.type.layout)))
-    factor = gl.exp2(gl.convert_layout(change, LAYOUT))[:, :, None, :][:, :, :, :, None][None, :, :, :, :, :]
-    FLAT: gl.constexpr = part.reshape([CHUNK, 128, 4]).type.layout
-    before = master.slice(INDEX * CHUNK, CHUNK).load(FLAT).reshape([CHUNK, 4, 8, 4, 2, 2])
-    return part + gl.convert_layout(before, part.type.layout) * factor
-
-
-@gluon.jit
-def by_row(x, accumulator):
-    """x [64 rows] -> [warp, lane / 4, row], as `by_thread` orders those of the accumulator."""
-    return gl.convert_layout(x, gl.SliceLayout(1, accumulator.type.layout)).reshape([4, 2, 8]).permute((0, 2, 1))
-
-
-@gluon.jit
-def promote(accumulator, master, change, D: gl.constexpr):
-    """Add the accumulator to the float32 master, in four chunks: ptxas then never holds all of both at once."""
-    CHUNK: gl.constexpr = D // 32
-    rows = by_row(change, accumulator)
-    parts = by_thread(accumulator, D).reshape([2, 2, CHUNK, 4, 8, 4, 2, 2]).permute((2, 3, 4, 5, 6, 7, 0, 1))
-    even, odd = gl.split(parts)
-    first, third = gl.split(even)
-    second, fourth = gl.split(odd)
-    master.slice(0, CHUNK).store(add_master(first, master, rows, CHUNK, 0).reshape([CHUNK, 128, 4]))
-    master.slice(CHUNK, CHUNK).store(add_master(second, master, rows, CHUNK, 1).reshape([CHUNK, 128, 4]))
-    master.slice(2 * CHUNK, CHUNK).store(add_master(third, master, rows, CHUNK, 2).reshape([CHUNK, 128, 4]))
-    master.slice(3 * CHUNK, CHUNK).store(add_master(fourth, master, rows, CHUNK, 3).reshape([CHUNK, 128, 4]))
-
-
-@gluon.jit
-def with_master(accumulator, master, change, D: gl.constexpr):
-    """accumulator + master * 2^change."""
-    total = add_master(by_thread(accumulator, D), master, by_row(change, accumulator), D // 8, 0)
-    return gl.convert_layout(total.permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, D]), accumulator.type.layout)
-
-
-@gluon.jit
-def store_rows(out, result, first, rows, heads, head, D: gl.constexpr):
-    """The first `rows` rows of a result [64, D] to out [tokens, heads, D] from token `first` on."""
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D if D < 256 else 1, D // 8], [4, 1], [1, 0])
-    result = gl.convert_layout(result, STORE)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, STORE))
-    channel = gl.arange(0, D, gl.SliceLayout(0, STORE))
-    place = (first + row).to(gl.int64) * heads + head
-    gl.store(out + place[:, None] * D + channel[None, :], result, mask=(row < rows)[:, None])
-
-
-@gluon.jit
-def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, records, exponents, row_scale, limit, words, maximum,
-            largest, row_sum, reference, accumulator, master, promoted, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
-            LOWEST: gl.constexpr, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, D: gl.constexpr,
-            STAGES: gl.constexpr, PROMOTE: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr, L3: gl.constexpr):
-    """Scores of tile i + 1 and P V of tile i, then, beside the latter, the softmax of tile i + 1."""
+def advance(i, step, turn, record, ahead, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, p_log2, records, exponents,
+            row_scale, limit, words, maximum, largest, row_sum, reference, accumulator, master, promoted, P_LOG2: gl.constexpr,
+            THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, MASKED: gl.constexpr, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr,
+            D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, SCORES: gl.constexpr, OPERAND: gl.constexpr,
+            L3: gl.constexpr):
+    """Scores of tile i + 1, whose record is at hand, and P V of tile i, then, beside the latter, the softmax of tile i + 1. Loads
+    the record of tile `ahead`: one turn early, or the latency of L2 would show. Promotes only in masked tiles: in the loop over
+    full ones a branch would keep packing and sums out of the shadow of the exponentials."""
     stage = step % STAGES
     next_stage = (step + 1) % STAGES
-    # Issued ahead of every wait: a load after them would expose the latency of L2.
-    k_scale, fold, lift, tile_reference = load_record(records, exponents, i + 1, MASKED, L3)
+    k_scale, fold, lift, tile_reference = record
+    record = load_record(records, exponents, ahead, MASKED, L3)
     codes = operand(words, OPERAND)
     mbarrier.wait(k_full.index(next_stage), ((step + 1) // STAGES) & 1)
     mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
-    if WARPGROUPS == 2:
-        take_turn(WARPGROUP)
     scores = warpgroup_mma(q, k_smem.index(next_stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, SCORES), use_acc=False,
                            is_async=True)
     accumulator = warpgroup_mma(codes, v_smem.index(stage).permute((1, 0)), accumulator, use_acc=i % PROMOTE != 0, is_async=True)
-    if WARPGROUPS == 2:
-        pass_turn(1 - WARPGROUP)
     scores, accumulator = warpgroup_mma_wait(1, deps=(scores, accumulator))
     mbarrier.arrive(k_empty.index(next_stage), count=1)
     if MASKED:
+        wait_turn(turns, step - turn, WARPGROUP, WARPGROUPS)
+        end_turn(turns, WARPGROUP, WARPGROUPS)
         p, new, largest, row_sum, raised, factor = softmax_masked(scores, row_scale, k_scale, fold, limit - (i + 1) * KEYS, maximum,
-                                                                  largest, row_sum, reference, P_LOG2, THRESHOLD, LOWEST, False, L3)
+                                                                  largest, row_sum, reference, P_LOG2, THRESHOLD, LOWEST, False, D,
+                                                                  L3)
     else:
         p, new, largest, row_sum, raised, factor = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference, maximum,
-                                                                largest, row_sum, P_LOG2, THRESHOLD)
+                                                                largest, row_sum, turns, p_log2, step - turn, P_LOG2, THRESHOLD,
+                                                                WARPGROUP, WARPGROUPS, L3)
     accumulator = warpgroup_mma_wait(0, deps=(accumulator,))
     mbarrier.arrive(v_empty.index(stage), count=1)
     words = pack(p, OPERAND)  # after the wait: wgmma still reads the registers of the last words
-    if i % PROMOTE == PROMOTE - 1:
+    if MASKED and i % PROMOTE == PROMOTE - 1:
         # At the scale of tile i: the accumulator has not been rescaled for tile i + 1 yet.
         promote(accumulator, master, promoted - (maximum + reference), D)
         promoted = maximum + reference
     accumulator = rescale(accumulator, factor, D)
-    return step + 1, words, new, largest, row_sum, raised, accumulator, promoted
+    if not MASKED:
+        end_turn(turns, WARPGROUP, WARPGROUPS)
+    return step + 1, record, words, new, largest, row_sum, raised, accumulator, promoted
 
 
 @gluon.jit
@@ -328,9 +219,9 @@ def top_code(log2_largest):
 
 @gluon.jit
 def consume(out, lse, row_top, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full,
-            k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr,
-            WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr, D: gl.constexpr,
-            STAGES: gl.constexpr, PROMOTE: gl.constexpr):
+            k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP,
+            WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr,
+            D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32])
@@ -339,8 +230,8 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
     L3: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, TILES))
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
     local = gl.arange(0, ROWS, ROW)
-    if WARPGROUPS == 2 and WARPGROUP == 1:
-        pass_turn(0)
+    if WARPGROUP == 1:
+        end_turn(turns, WARPGROUP, WARPGROUPS)
     step = 0
     turn = 0
     entries = gl.load(count)
@@ -365,7 +256,8 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
         mine = (gl.minimum(gl.maximum(gl.minimum(k_valid, last + 1), 1), KEYS * tiles) + KEYS - 1) // KEYS
         mine = uniform(gl.where(rows > 0, mine, 1))
         full = uniform(gl.minimum(gl.maximum(gl.minimum(k_valid, diagonal + 1), 0) // KEYS, mine))
-        k_scale, fold, _, _ = load_record(tile_records, tile_exponents, 0, True, L3)
+        record = load_record(tile_records, tile_exponents, 0, False, L3)
+        own = gl.load(tile_exponents + gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L3))))
         mbarrier.wait(q_full, turn & 1)
         stage = step % STAGES
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
@@ -373,24 +265,30 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
                                is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(stage), count=1)
-        start = gl.full([ROWS], -127.0, gl.float32, ROW)
-        nothing = gl.full([ROWS], float("-inf"), gl.float32, ROW)  # scores may all lie below -127
-        p, maximum, largest, row_sum, reference, _ = softmax_masked(scores, row_scale, k_scale, fold, limit, start, nothing, start,
-                                                                    start, P_LOG2, THRESHOLD, LOWEST, True, L3)
-        words = pack(p, OPERAND)
+        words, maximum, largest, row_sum, reference = first_tile(scores, full, record, own, row_scale, limit, P_LOG2, THRESHOLD,
+                                                                 LOWEST, D, OPERAND, L3)
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = maximum + reference
-        for i in range(0, full - 1):
-            step, words, maximum, largest, row_sum, reference, accumulator, promoted = advance(
-                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
-                maximum, largest, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP,
-                WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND, L3)
-        for i in range(gl.maximum(full - 1, 0), mine - 1):
-            step, words, maximum, largest, row_sum, reference, accumulator, promoted = advance(
-                i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, tile_records, tile_exponents, row_scale, limit, words,
-                maximum, largest, row_sum, reference, accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP,
-                WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND, L3)
+        record = load_record(tile_records, tile_exponents, gl.minimum(1, mine - 1), False, L3)
+        for begin in range(0, full - 1, PROMOTE):
+            end = gl.minimum(begin + PROMOTE, full - 1)
+            for i in range(begin, end):
+                step, record, words, maximum, largest, row_sum, reference, accumulator, promoted = advance(
+                    i, step, turn, record, gl.minimum(i + 2, mine - 1), q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                    p_log2, tile_records, tile_exponents, row_scale, limit, words, maximum, largest, row_sum, reference,
+                    accumulator, master, promoted, P_LOG2, THRESHOLD, LOWEST, False, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE,
+                    SCORES, OPERAND, L3)
+            if end % PROMOTE == 0:
+                promote(accumulator, master, promoted - (maximum + reference), D)
+                promoted = maximum + reference
+        masked = gl.maximum(full, 1)
+        record = load_record(tile_records, tile_exponents, gl.minimum(masked, mine - 1), True, L3)
+        for i in range(masked - 1, mine - 1):
+            step, record, words, maximum, largest, row_sum, reference, accumulator, promoted = advance(
+                i, step, turn, record, gl.minimum(i + 2, mine - 1), q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                p_log2, tile_records, tile_exponents, row_scale, limit, words, maximum, largest, row_sum, reference, accumulator,
+                master, promoted, P_LOG2, THRESHOLD, LOWEST, True, WARPGROUP, WARPGROUPS, D, STAGES, PROMOTE, SCORES, OPERAND, L3)
         stage = step % STAGES
         mbarrier.wait(v_full.index(stage), (step // STAGES) & 1)
         accumulator = warpgroup_mma(operand(words, OPERAND), v_smem.index(stage).permute((1, 0)), accumulator,
@@ -402,9 +300,8 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(k_full.index(stage), phase)
-            if WARPGROUPS == 2:
-                take_turn(WARPGROUP)
-                pass_turn(1 - WARPGROUP)
+            wait_turn(turns, step - 1 - turn, WARPGROUP, WARPGROUPS)
+            end_turn(turns, WARPGROUP, WARPGROUPS)
             mbarrier.arrive(k_empty.index(stage), count=1)
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage), count=1)
@@ -421,8 +318,6 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
         log2_sum = maximum + gl.log2(gl.where(empty, 1.0, denominator))
         gl.store(lse + side + local, gl.where(empty, float("-inf"), log2_sum * 0.6931471805599453), mask=local < rows)
         gl.store(row_top + side + local, gl.where(empty, 0, top_code(largest - log2_sum)).to(gl.uint8), mask=local < rows)
-    if WARPGROUPS == 2 and WARPGROUP == 0:
-        take_turn(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "groups", "head_stride", "document_extra", "max_tiles", "factor", "GROUP"])
@@ -435,23 +330,28 @@ def attention(q_desc, k_desc, v_desc, out, lse, row_top, q_scales, records, expo
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     master = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, D // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers(WARPGROUPS, STAGES)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(turns.index(0), count=1)
+    mbarrier.init(turns.index(1), count=1)
+    p_log2 = gl.allocate_shared_memory(gl.float32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    p_log2.store(gl.full([ROWS], P_LOG2, gl.float32, gl.BlockedLayout([1], [32], [4], [0])))
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem,
-                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
-                       max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride,
+                       document_extra, max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
         ], [1], [24])
     else:
         gl.warp_specialize([
             (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem,
-                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
-                       max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride,
+                       document_extra, max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem,
-                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra,
-                       max_tiles, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
+                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride,
+                       document_extra, max_tiles, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
             (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
                           v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
         ], [4, 1], [REGISTERS, 24])

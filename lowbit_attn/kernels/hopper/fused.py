@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lowbit_attn.kernels.hopper import inline
-from lowbit_attn.kernels.hopper.blocks import ONE_LOG2, SEED, frozen, hide, online, pack
-from lowbit_attn.kernels.hopper.forward import (
+from lowbit_attn.kernels.hopper.blocks import ONE_LOG2, SEED, SEED_LOG2, frozen, hide, online, pack
+from lowbit_attn.kernels.hopper.forward_tiles import (
     KEYS,
     ROWS,
     barriers,
@@ -90,7 +90,8 @@ def advance(i, step, q, k_smem, v_smem, ones, k_full, k_empty, v_full, v_empty, 
             P_KIND: gl.constexpr, P_BUMP: gl.constexpr, P_MAGIC: gl.constexpr, P_LOWEST: gl.constexpr, WARPGROUP: gl.constexpr,
             WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, SCORES: gl.constexpr,
             SUMS: gl.constexpr, OPERAND: gl.constexpr, LANES: gl.constexpr):
-    """Scores of tile i + 1, row sum and P V of tile i, then, beside the latter, the softmax of tile i + 1."""
+    """Scores of tile i + 1, row sum and P V of tile i, then, beside the latter, the softmax of tile i + 1. The loop over full tiles
+    promotes by itself, see `forward.advance`."""
     stage = step % STAGES
     next_stage = (step + 1) % STAGES
     slope = row_scale[:, None] * gl.load(k_scales + (i + 1) * 4 + gl.arange(0, 4, gl.SliceLayout(0, LANES)))[None, :]
@@ -126,7 +127,7 @@ def advance(i, step, q, k_smem, v_smem, ones, k_full, k_empty, v_full, v_empty, 
     mbarrier.arrive(v_empty.index(stage), count=1)
     words = pack(rounded, P_KIND)  # after the wait: wgmma still reads the registers of the last words
     row_sum = row_sum * (factor if FROZEN else factor[:, None]) + added
-    if i % PROMOTE == PROMOTE - 1:
+    if MASKED and i % PROMOTE == PROMOTE - 1:
         # At the scale of tile i: the accumulator has not been rescaled for tile i + 1 yet.
         promote(accumulator, master, change_of(promoted, before, FROZEN), D)
         promoted = before
@@ -186,11 +187,16 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
         accumulator = gl.zeros([ROWS, D], gl.float32, OUTPUT)
         master.store(by_thread(accumulator, D).reshape([D // 8, 128, 4]))
         promoted = level
-        for i in range(0, tiles - 2):
-            step, words, level, pair, rest, row_sum, accumulator, promoted = advance(i, step, q, k_smem, v_smem, ones,
-                k_full, k_empty, v_full, v_empty, k_scales, row_scale, limit, words, level, pair, rest, row_sum,
-                accumulator, master, promoted, False, FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, WARPGROUP, WARPGROUPS,
-                D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, LANES)
+        for begin in range(0, tiles - 2, PROMOTE):
+            end = gl.minimum(begin + PROMOTE, tiles - 2)
+            for i in range(begin, end):
+                step, words, level, pair, rest, row_sum, accumulator, promoted = advance(i, step, q, k_smem, v_smem, ones,
+                    k_full, k_empty, v_full, v_empty, k_scales, row_scale, limit, words, level, pair, rest, row_sum,
+                    accumulator, master, promoted, False, FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, WARPGROUP,
+                    WARPGROUPS, D, STAGES, PROMOTE, SCORES, SUMS, OPERAND, LANES)
+            if end % PROMOTE == 0:
+                promote(accumulator, master, change_of(promoted, level, FROZEN), D)
+                promoted = level
         for i in range(gl.maximum(tiles - 2, 0), tiles - 1):  # the last tile may hold hidden keys
             step, words, level, pair, rest, row_sum, accumulator, promoted = advance(i, step, q, k_smem, v_smem, ones,
                 k_full, k_empty, v_full, v_empty, k_scales, row_scale, limit, words, level, pair, rest, row_sum,
@@ -229,7 +235,7 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
         store_rows(out, result, q_row + WARPGROUP * ROWS, rows, heads, head, D)
         if FROZEN:
             # The first tile's maximum and the level since, and 2 less: a weight of 1 was 2^2 as an operand.
-            log2_one = (SEED - level) * 0.125 - 2.0
+            log2_one = (SEED - level) * 0.125 - SEED_LOG2
         else:
             log2_one = level if EXACT_SUM else level - ONE_LOG2
         value = gl.where(empty, float("-inf"), (log2_one + gl.log2(gl.where(empty, 1.0, denominator))) * 0.6931471805599453)

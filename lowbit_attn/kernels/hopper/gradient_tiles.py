@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lowbit_attn.kernels.hopper.compat import tma_load
-from lowbit_attn.kernels.hopper.forward import ROWS, by_row, by_thread, rescale, scale_of
+from lowbit_attn.kernels.hopper.forward_tiles import ROWS, by_row, by_thread, rescale, scale_of
 from lowbit_attn.kernels.hopper.inline import from_lane, uniform
 
 TOP = gl.constexpr(448.0)

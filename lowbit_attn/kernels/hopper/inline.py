@@ -290,8 +290,8 @@ def _raise_asm() -> str:
            "ex2.approx.ftz.f32 ${3}, u; cvt.rp.f16.f32 h, ${0}; mov.b32 ${1}, {{h, h}}; cvt.f32.f16 u, h; sub.f32 u, u, ${0}; "
            "fma.rn.f32 u, u, 0f41800000, 0f4B400000; prmt.b32 ${2}, u, u, 0x1010; or.b32 ${2}, ${2}, 0x80008000; ")
     rows = "".join(row.format(r, 2 + r, 4 + r, 6 + r) for r in (0, 1))
-    return ("{ .reg .pred p; .reg .b16 h; .reg .f32 t0, t1, u; add.f32 t0, $14, $0; add.f32 t1, $15, $1; mov.b32 $6, 0f3F800000; "
-            "mov.b32 $7, 0f3F800000; setp.gt.f32 p, t0, $16; setp.gt.or.f32 p, t1, $16, p; "
+    return ("{ .reg .pred p; .reg .b16 h; .reg .f32 t0, t1, u; add.rn.f32 t0, $14, $0; add.rn.f32 t1, $15, $1; "
+            "mov.b32 $6, 0f3F800000; mov.b32 $7, 0f3F800000; setp.gt.f32 p, t0, $16; setp.gt.or.f32 p, t1, $16, p; "
             f"vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni DONE; {rows}DONE: }}")
 
 

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lowbit_attn.kernels.hopper.compat import tma_load
-from lowbit_attn.kernels.hopper.forward import ROWS, entry_of, operand, pack
+from lowbit_attn.kernels.hopper.forward_tiles import ROWS, entry_of, operand, pack
 from lowbit_attn.kernels.hopper.gradient_tiles import (
     LOWEST,
     SLACK,

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lowbit_attn.kernels.hopper.forward import (
+from lowbit_attn.kernels.hopper.forward_tiles import (
     KEYS,
     ROWS,
     barriers,
@@ -118,7 +118,7 @@ def add_block(accumulator, words, scale, v, BLOCK: gl.constexpr, FIRST: gl.const
 @gluon.jit
 def add_tile(accumulator, decay, words, scales, v):
     """accumulator * decay [64] + P V of a tile, words [64, 32] of codes with the scales [64, 4] of its blocks."""
-    # Always multiplied: a branch around it, as in `forward.rescale`, would spill here.
+    # Always multiplied: a branch around it, as in `forward_tiles.rescale`, would spill here.
     accumulator = accumulator * gl.convert_layout(decay, gl.SliceLayout(1, accumulator.type.layout))[:, None]
     words0, words1, words2, words3 = quarters(words)
     scale0, scale1, scale2, scale3 = quarters(scales)

@@ -50,7 +50,7 @@ def call(request):
     from lowbit_attn.kernels.hopper import (
         backward,
         finish_query,
-        forward,
+        forward_tiles,
         gradient_tiles,
         key_gradients,
         one_pass,
@@ -58,7 +58,7 @@ def call(request):
         quantize_tile,
         query_gradients,
     )
-    shared = (forward, gradient_tiles)
+    shared = (forward_tiles, gradient_tiles)
     kernels = [
         (one_pass, "gradients", Kernel(one_pass.gradients, one_pass, *shared)),
         (backward, "key_gradients", Kernel(key_gradients.key_gradients, key_gradients, *shared)),

@@ -53,7 +53,7 @@ def call():
     from gluon_warpgroups import Kernel
 
     from lowbit_attn.kernels.hopper import block_attention, blocks, fused, inline, quantize_blocks, quantize_tile
-    from lowbit_attn.kernels.hopper import forward as family
+    from lowbit_attn.kernels.hopper import forward_tiles as family
     from lowbit_attn.ops import hopper
 
     attention = Kernel(fused.attention, fused, blocks, inline, family)

@@ -34,7 +34,7 @@ def tiles_of(x, key_dim):
 
 def attend(q, k, v, *, causal=False, valid=None, recipe=RECIPE, scale=None):
     """Output and lse [1, H, S, ...] of `nvfp4.consume` for [1, H, S, D], both warpgroups, on the reference's operands."""
-    from lowbit_attn.kernels.hopper import forward as family
+    from lowbit_attn.kernels.hopper import forward_tiles as family
     from lowbit_attn.kernels.hopper import nvfp4
 
     (_, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]

@@ -94,7 +94,7 @@ def quantize(body, grid, query, key, value, q, k, v_t, v_scale, documents, q_til
 def attend(body, grid, q_desc, k_desc, v_desc, *tensors, heads, groups, head_stride, document_extra, max_tiles, factor, num_warps,
            **constants):
     """The kernel: the loader to its end, then each consumer on the tiles in the order in which it loaded them."""
-    from lowbit_attn.kernels.hopper import forward as family
+    from lowbit_attn.kernels.hopper import forward_tiles as family
     from lowbit_attn.kernels.hopper import nvfp4
 
     q, k, v = Slots(constants["WARPGROUPS"]), Tiles(), Tiles()
