@@ -74,8 +74,9 @@ def train(
 ) -> None:
     """Forward and backward with all quantization, and the backward alone, against torch SDPA, flash-attn-4 and cuDNN FP8.
 
-    What cannot run here is named with the reason. Errors of dQ, dK and dV are relative to exact attention in float32. Saved
-    bytes are what the forward keeps for the backward, also as a ratio to bf16 flash attention's.
+    What cannot run here is named with the reason. Where a recipe has faster kernels, the portable ones that train it are timed
+    beside them, as "RECIPE (triton)". Errors of dQ, dK and dV are relative to exact attention in float32. Saved bytes are what
+    the forward keeps for the backward, also as a ratio to bf16 flash attention's.
     """
     from lowbit_attn.cli.benchmarks import candidates, training
 

@@ -189,7 +189,9 @@ def backward_backend(recipe: Recipe, backend: str, head_dim: int, device: torch.
         if (reason := hopper.backward_refusal(recipe, head_dim) or "") == "":
             return backend
     if (refusal := support.backward_refusal(recipe, described.architecture)) is None:
-        if backend != "triton" or _portable_precision(recipe, described).startswith("native"):
+        native = support.has_native_backward(recipe, described.architecture, head_dim)
+        forward_native = backend == "triton" and _portable_precision(recipe, described).startswith("native")
+        if not native and (backend != "triton" or forward_native):
             _warn_once(f"lowbit_attn: the backward of {recipe.name} after backend {backend!r} runs Triton kernels on bf16 matrix "
                        "units: exact numbers, no faster than bf16." + ("" if backend == "triton" else f" Why: {reason}."))
         return "triton"

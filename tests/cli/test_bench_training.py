@@ -17,6 +17,7 @@ from lowbit_attn.cli.benchmarks.gradients import NAMES, ExactGradients
 from lowbit_attn.cli.benchmarks.peers import BF16_PEERS
 from lowbit_attn.cli.benchmarks.record import Environment, Record, Row
 from lowbit_attn.cli.benchmarks.workloads import PRESETS, Inputs, Layout, Preset
+from lowbit_attn.ops import Device
 
 CPU = torch.device("cpu")
 DENSE, GROUPED, PACKED, SHIFTED = PRESETS[Preset.SMALL]
@@ -202,3 +203,35 @@ def test_hoppers_kernels_are_timed_alone_and_only_backwards(monkeypatch):
     monkeypatch.setattr(lowbit_attn, "explain", lambda recipe, device: SimpleNamespace(backend="hopper"))
     alone = [x for x in ours.trainers("mxfp8", CPU) if x.name == "mxfp8 kernels"]
     assert [x.scopes for x in alone] == [(Scope.BACKWARD,)]
+
+
+def test_portable_kernels_train_beside_faster_ones_that_they_have_the_backward_of(monkeypatch):
+    for module in (ours, lowbit_attn.api.ops):
+        monkeypatch.setattr(module, "describe", lambda device: Device("cuda", "sm_90"))
+    recipes = ("mxfp8", "mxfp8_fast", "mxattention", "mxfp8:ds=e4m3/per_row")
+    found = [x for recipe in recipes for x in ours.trainers(recipe, CPU)]
+    beside = [x for x in found if "(triton)" in x.name]
+    assert [(x.name, x.scopes) for x in beside] == [("mxfp8 (triton)", (Scope.BACKWARD, Scope.TRAINING))]
+
+
+def test_portable_kernels_train_once_where_none_is_faster(monkeypatch):
+    for module in (ours, lowbit_attn.api.ops):
+        monkeypatch.setattr(module, "describe", lambda device: Device("cuda", "sm_80"))
+    assert [x.name for x in ours.trainers("mxfp8", CPU)] == ["mxfp8 (triton)", "mxfp8 (triton) deterministic"]
+
+
+def test_the_portable_trainer_runs_both_passes_on_that_backend(monkeypatch):
+    monkeypatch.setattr(ours, "describe", lambda device: Device("cuda", "sm_90"))
+    monkeypatch.setattr(lowbit_attn, "explain", lambda recipe, device: SimpleNamespace(backend="hopper"))
+    asked = []
+
+    def attention(query, key, value, *, backend, **options):
+        asked.append(backend)
+        return query * key.sum() + value.sum()
+
+    monkeypatch.setattr(lowbit_attn, "attention", attention)
+    inputs, _, grad = leaves(DENSE)
+    [beside] = [x for x in ours.trainers("mxfp8", CPU) if x.name == "mxfp8 (triton)"]
+    call = beside.bind(inputs, grad)
+    assert len(call.gradients(call.whole())) == 3
+    assert set(asked) == {"triton"}

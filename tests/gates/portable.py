@@ -3,7 +3,8 @@
     python tests/gates/portable.py [--everything] [--record] [--fresh] [--kernel NAME] [--jobs N] [--json FILE] [ARCHITECTURE ...]
 
 A pair of kernel and architecture fails where the matrix instruction that its mode promises is missing or another one stands in for
-it (`tl.dot_scaled` turns into bf16 without a word where tile or warps do not fit), where it spills more than recorded_portable.json
+it (`tl.dot_scaled` turns into bf16 without a word where tile or warps do not fit), where not every product of a native kernel is
+block-scaled, where it spills more than recorded_portable.json
 has for it under this Triton, and where it needs more shared memory than the chip gives a program. --record writes the spills of
 what was compiled as they are now; do that when a rise is meant, and say why in docs/kernel-log.md.
 """
@@ -33,6 +34,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 import compiling  # noqa: E402
 import launches  # noqa: E402
 
+from lowbit_attn.kernels.portable.support import has_native_backward  # noqa: E402
 from lowbit_attn.kernels.portable.targets import TARGETS  # noqa: E402
 from lowbit_attn.recipes import resolve  # noqa: E402
 
@@ -66,15 +68,29 @@ EMULATED = {"sm_80": "mma bf16", "sm_86": "mma bf16", "sm_89": "mma bf16", "sm_9
             "sm_103": "tcgen05 bf16", "sm_120": "mma bf16", "gfx942": "mfma bf16", "gfx950": "mfma bf16"}
 
 
-def promised(architecture: str, recipe: str, kernel: str = "attention") -> set[str]:
-    """The matrix instructions of a kernel: nothing else, and all of them. The backward multiplies bf16 everywhere."""
-    if kernel not in ("attention", "query_gradient", "key_gradients"):
+PRODUCTS = {"attention": 2, "query_gradient": 3, "key_gradients": 4}
+"""The kernels that multiply matrices, and how many products of theirs are native where their mode is."""
+
+NATIVE_PRODUCT = re.compile(r"\bttng\.tc_gen5_mma_scaled\b|\btt\.dot_scaled\b")
+"""Products that the compiler's last tiled form (ttgir) still holds as block-scaled ones."""
+
+
+def is_native(architecture: str, recipe: str, kernel: str, head_dim: int) -> bool:
+    """Whether a kernel's products are native."""
+    if kernel == "attention":
+        return TARGETS[architecture].is_native(resolve(recipe).effective())
+    return kernel in PRODUCTS and has_native_backward(resolve(recipe), architecture, head_dim)
+
+
+def promised(architecture: str, recipe: str, kernel: str = "attention", head_dim: int = 128) -> set[str]:
+    """The matrix instructions of a kernel: nothing else, and all of them."""
+    if kernel not in PRODUCTS:
         return set()
-    effective, target = resolve(recipe).effective(), TARGETS[architecture]
-    if kernel != "attention" or not target.is_native(effective):
+    if not is_native(architecture, recipe, kernel, head_dim):
         return {EMULATED[architecture]}
     if architecture.startswith("gfx"):
         return {"mfma scaled"}
+    effective = resolve(recipe).effective()
     kinds = {"e2m1": "nvf4" if effective.qk.layout.startswith("nvfp16") else "mxf4", "e4m3": "mxf8"}
     return {kinds[effective.qk.element], kinds[effective.v.element]}
 
@@ -122,8 +138,11 @@ class Compiled:
     name: str
     architecture: str
     promised: list[str]
+    promised_products: int = 0
+    """Native ones."""
     seconds: float = 0.0
     matrix: dict[str, int] = field(default_factory=dict)
+    native_products: int = 0
     registers: int = 0
     spilled: int = 0
     """Bytes stored and loaded (NVIDIA), vector registers (AMD)."""
@@ -150,7 +169,9 @@ def variants(architectures: tuple[str, ...], everything: bool) -> tuple[list[tup
 def compile_variant(variant: tuple) -> Compiled:
     """Compile one launch and read the assembly."""
     name, call, function, signature, constants, attributes, options = variant
-    result = Compiled(name, call.architecture, sorted(promised(call.architecture, call.recipe, function.__name__)))
+    about = (call.architecture, call.recipe, function.__name__, call.head_dim)
+    products = PRODUCTS[function.__name__] if is_native(*about) else 0
+    result = Compiled(name, call.architecture, sorted(promised(*about)), products)
     knobs.compilation.always_compile = True
     knobs.nvidia.dump_ptxas_log = True
     start, log = time.perf_counter(), io.StringIO()
@@ -162,6 +183,7 @@ def compile_variant(variant: tuple) -> Compiled:
         result.error = f"{type(error).__name__}: {str(error).strip()[-600:]}"
         return result
     result.seconds, result.shared = time.perf_counter() - start, kernel.metadata.shared
+    result.native_products = len(NATIVE_PRODUCT.findall(kernel.asm["ttgir"]))
     read(result, kernel.asm.get("ptx") or kernel.asm["amdgcn"], log.getvalue())
     return result
 
@@ -187,6 +209,8 @@ def problems(result: Compiled, accepted: int) -> list[str]:
     found = []
     if set(result.matrix) != set(result.promised):
         found.append(f"multiplies by {result.matrix or 'nothing'}, promised: {', '.join(result.promised) or 'nothing'}")
+    if result.native_products != result.promised_products:
+        found.append(f"{result.native_products} native products, promised: {result.promised_products}")
     if result.spilled > accepted:
         found.append(f"spills {result.spilled}, recorded {accepted}")
     if result.shared > (limit := TARGETS[result.architecture].shared):
@@ -223,7 +247,7 @@ def main() -> int:
     wrong += [f"launch {problem}" for problem in failed]
     for x in results:
         print(f"{x.name:56s} {x.seconds:5.1f} s  registers {x.registers:3d}  spilled {x.spilled:4d}  shared {x.shared:6d}  "
-              f"{x.matrix or 'no products'}")
+              f"{x.matrix or 'no products'}{f', {x.native_products} native products' if x.native_products else ''}")
     print(f"Triton {triton.__version__}: {len(results)} pairs, {len(wrong)} problems")
     print("\n".join(wrong))
     if options.json:

@@ -52,6 +52,17 @@ def test_what_each_mode_promises(architecture, recipe, instructions):
     assert promised(architecture, recipe) == instructions
 
 
+@pytest.mark.parametrize(("architecture", "recipe", "head_dim", "instructions", "native"), [
+    ("sm_100", "mxfp8", 128, {"mxf8"}, True), ("sm_103", "mxfp8", 64, {"mxf8"}, True),
+    ("gfx950", "mxfp8", 96, {"mfma scaled"}, True), ("sm_100", "mxfp8", 256, {"tcgen05 bf16"}, False),
+    ("gfx950", "nvfp4_fp8", 128, {"mfma bf16"}, False),
+    ("sm_100", "nvfp4_fp8", 128, {"tcgen05 bf16"}, False), ("sm_90", "mxfp8", 128, {"wgmma bf16"}, False)])
+@pytest.mark.parametrize("kernel", ["query_gradient", "key_gradients"])
+def test_what_each_mode_of_the_backward_promises(architecture, recipe, kernel, head_dim, instructions, native):
+    assert promised(architecture, recipe, kernel, head_dim) == instructions
+    assert portable.is_native(architecture, recipe, kernel, head_dim) == native
+
+
 PTX = "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X [ %r1 ], %rd1;\n"
 FALLBACK = "tcgen05.mma.cta_group::1.kind::f16 [ %r1 ], %rd1;\n"
 GCN = "v_mfma_scale_f32_32x32x64_f8f6f4 a[0:15], v[0:7]\n.vgpr_count: 256\n.vgpr_spill_count: {spills}\n.sgpr_spill_count: 9\n"
@@ -78,6 +89,14 @@ def test_a_missing_or_another_matrix_instruction_is_a_problem(assembly):
 def test_a_product_where_none_is_meant_is_a_problem():
     [problem] = problems(compiled(PTX, promises=[]), 0)
     assert "promised: nothing" in problem
+
+
+def test_every_promised_product_is_native():
+    result = compiled(PTX)
+    result.promised_products, result.native_products = 4, 4
+    assert problems(result, 0) == []
+    result.native_products = 3
+    assert problems(result, 0) == ["3 native products, promised: 4"]
 
 
 def test_spills_may_not_grow():

@@ -62,9 +62,18 @@ def test_an_emulated_forward_has_warned_for_its_backward_too(on):
         assert backward_backend(resolve("nvfp4_fp8"), "triton", 64, CPU) == "triton"
 
 
-def test_after_a_native_forward_the_backward_says_that_it_is_not(on):
+@pytest.mark.parametrize(("recipe", "head_dim"), [("mxfp8", 256), ("nvfp4_fp8", 128), ("mxfp8:do=e4m3/per_row", 128)])
+def test_after_a_native_forward_the_backward_says_that_it_is_not(on, recipe, head_dim):
     on("sm_100")
-    with pytest.warns(LowbitFallbackWarning, match="mxfp8 after backend 'triton' runs Triton kernels on bf16"):
+    with pytest.warns(LowbitFallbackWarning, match=r"after backend 'triton' runs Triton kernels on bf16"):
+        assert backward_backend(resolve(recipe), "triton", head_dim, CPU) == "triton"
+
+
+@pytest.mark.parametrize("architecture", ["sm_100", "sm_103", "gfx950"])
+def test_a_native_backward_says_nothing(on, architecture):
+    on(architecture)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         assert backward_backend(resolve("mxfp8"), "triton", 128, CPU) == "triton"
 
 

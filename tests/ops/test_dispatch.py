@@ -73,8 +73,10 @@ def test_other_architectures_are_told_what_they_lack(architecture):
 
 
 PORTABLE = {  # recipe, architecture -> the start of what multiplies
-    ("mxfp8", "sm_80"): "emulated: bf16", ("mxfp8", "sm_100"): "native: block-scaled MXFP8", ("mxfp8", "gfx942"): "emulated: bf16",
-    ("mxattention", "sm_103"): "native: block-scaled MXFP4", ("nvfp4_fp8", "sm_100"): "native: block-scaled NVFP4 and MXFP8",
+    ("mxfp8", "sm_80"): "emulated: bf16", ("mxfp8", "gfx942"): "emulated: bf16",
+    ("mxfp8", "sm_100"): "native: block-scaled MXFP8 matrix units, in the backward to head_dim 128",
+    ("mxattention", "sm_103"): "native: block-scaled MXFP4 matrix units, by",
+    ("nvfp4_fp8", "sm_100"): "native: block-scaled NVFP4 and MXFP8 matrix units, bf16 ones in the backward",
     ("nvfp4_fp8", "gfx950"): "emulated: bf16", ("nvfp4_fp8:rotation=always", "sm_90"): "emulated: bf16"}
 
 

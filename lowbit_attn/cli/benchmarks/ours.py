@@ -10,6 +10,7 @@ import lowbit_attn
 from lowbit_attn.cli.benchmarks import by_autograd
 from lowbit_attn.cli.benchmarks.contenders import Bound, Contender, Scope, Trainer, TrainingCall, UnavailableError, first
 from lowbit_attn.cli.benchmarks.workloads import Inputs
+from lowbit_attn.kernels.portable.support import backward_refusal
 from lowbit_attn.ops import describe, hopper
 from lowbit_attn.ops.dispatch import BACKENDS
 from lowbit_attn.recipes import UNQUANTIZED, resolve
@@ -22,10 +23,14 @@ def contenders(recipe: str, device: torch.device) -> list[Contender]:
     """One recipe on the backend that `attention` picks for the device, then on the portable kernels, where those are others."""
     chosen = lowbit_attn.explain(recipe, device).backend
     found = _on(recipe, chosen)
+    return [*found, *_on(recipe, "triton")] if _has_portable_beside(recipe, chosen, device) else found
+
+
+def _has_portable_beside(recipe: str, chosen: str, device: torch.device) -> bool:
+    """Whether the portable kernels compute the recipe too where a faster backend was chosen."""
     if recipe == UNQUANTIZED or chosen in ("triton", "reference"):
-        return found
-    refusal = BACKENDS["triton"].problem(resolve(recipe), describe(device), wide_heads=False)
-    return found if refusal else [*found, *_on(recipe, "triton")]
+        return False
+    return BACKENDS["triton"].problem(resolve(recipe), describe(device), wide_heads=False) is None
 
 
 def _on(recipe: str, backend: str) -> list[Contender]:
@@ -39,7 +44,8 @@ def _on(recipe: str, backend: str) -> list[Contender]:
 
 
 def trainers(recipe: str, device: torch.device) -> list[Trainer]:
-    """One recipe as `attention` trains with it, then with deterministic=True; `bf16` has no such argument."""
+    """One recipe as `attention` trains with it, then with deterministic=True (`bf16` has no such argument), then on the portable
+    kernels, where those are others and have its backward; they are always deterministic."""
     backend = lowbit_attn.explain(recipe, device).backend
     whole = _on(recipe, backend)[-1]
     if recipe == UNQUANTIZED:
@@ -50,6 +56,9 @@ def trainers(recipe: str, device: torch.device) -> list[Trainer]:
     if backend == "hopper":
         found.append(Trainer(f"{recipe} kernels", lambda inputs, grad: _backward_kernels(inputs, grad, recipe),
                              scopes=(Scope.BACKWARD,)))
+    # Without a backward of their own the reference would follow, which is not timed at such sizes.
+    if _has_portable_beside(recipe, backend, device) and not backward_refusal(resolve(recipe), describe(device).architecture):
+        found.append(by_autograd.trainer(_on(recipe, "triton")[-1]))
     return found
 
 

@@ -1,6 +1,6 @@
 """Which recipes the portable kernels compute, where, and at which precision; imports no Triton."""
 
-from lowbit_attn.kernels.portable.targets import TARGETS
+from lowbit_attn.kernels.portable.targets import NATIVE_BACKWARD_HEAD_DIM, TARGETS, kernel_head_dim
 from lowbit_attn.recipes import KEY_TILE, Operand, Recipe
 
 LAYOUTS = {"qk": ("token_block", "per_row", "mx32", "nvfp16", "nvfp16_token"), "p": ("fixed", "mx32", "per_row"),
@@ -58,13 +58,26 @@ def is_native(recipe: Recipe, architecture: str) -> bool:
     return TARGETS[architecture].is_native(recipe.effective())
 
 
+def has_native_backward(recipe: Recipe, architecture: str | None, head_dim: int) -> bool:
+    """Whether the architecture's matrix unit takes the codes and block scales of all products of the backward."""
+    return architecture in TARGETS and TARGETS[architecture].has_native_backward(recipe, kernel_head_dim(head_dim))
+
+
+def _backward_precision(recipe: Recipe, architecture: str) -> str:
+    if backward_refusal(recipe, architecture):
+        return ""
+    if has_native_backward(recipe, architecture, NATIVE_BACKWARD_HEAD_DIM):
+        return f", in the backward to head_dim {NATIVE_BACKWARD_HEAD_DIM}, there bf16 ones beyond"
+    return ", bf16 ones in the backward"
+
+
 def precision(recipe: Recipe, architecture: str | None) -> str:
     """What multiplies: "native: ..." or "emulated: ..."."""
     if architecture is None or not is_native(recipe, architecture):
         return f"emulated: bf16 matrix units on the codes' exact values, {EVIDENCE}"
     kinds = {"e4m3": "MXFP8", "e2m1": "NVFP4" if recipe.qk.layout.startswith("nvfp16") else "MXFP4"}
     used = " and ".join(dict.fromkeys(kinds[x.element] for x in (recipe.qk, recipe.v)))
-    return f"native: block-scaled {used} matrix units, {EVIDENCE}"
+    return f"native: block-scaled {used} matrix units{_backward_precision(recipe, architecture)}, {EVIDENCE}"
 
 
-__all__ = ["backward_refusal", "is_native", "precision", "refusal"]
+__all__ = ["backward_refusal", "has_native_backward", "is_native", "precision", "refusal"]

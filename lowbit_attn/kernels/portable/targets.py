@@ -13,17 +13,21 @@ from lowbit_attn.recipes import Operand, Recipe
 HEAD_DIMS = (64, 128, 256)
 """What the kernels are compiled for; other head_dims are padded with zero channels inside them."""
 
+NATIVE_BACKWARD_HEAD_DIM = 128
+"""The widest heads whose backward runs on block-scaled units."""
+
 MX = frozenset({"e4m3/e8m0", "e2m1/e8m0"})
 NVFP4 = frozenset({"e2m1/ue4m3"})
 
 
 @dataclass(frozen=True)
 class Config:
-    """Compile-time choices: query rows of a program, warps, pipeline stages."""
+    """Compile-time choices: rows of a program, warps, pipeline stages, and in the backward the rows of the other side in a step."""
 
     rows: int
     warps: int
     stages: int
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,22 @@ class Target:
             return Config(32 if small else 64, 8, 1)
         return Config(64, 8, 1 if small and head_dim == 128 else 2)
 
-    def backward(self, head_dim: int) -> Config:
-        """The backward's choices for a kernel head_dim; rows are those of queries, and of keys, that a program holds."""
+    def has_native_backward(self, recipe: Recipe, head_dim: int) -> bool:
+        """Whether all products of the backward run on block-scaled units: along tokens these take one scale for 32 of them.
+
+        At kernel head_dim 256 no block is wide enough for them beside two accumulators: those of 128 keys fill tensor memory.
+        """
+        by_block = all((x.element, x.layout) == ("e4m3", "token_block") for x in (recipe.qk, recipe.do))
+        return recipe.saves_codes and by_block and "e4m3/e8m0" in self.native and head_dim <= NATIVE_BACKWARD_HEAD_DIM
+
+    def backward(self, head_dim: int, native: bool) -> Config:
+        """The backward's choices for a kernel head_dim; rows are those of queries, or of keys, that a program holds."""
         amd = self.architecture.startswith("gfx")
+        if native:
+            return Config(64, 4, 1, 64) if amd else Config(128, 8, 1, 64)
         small = amd or self.shared < 128 << 10
-        return Config(32 if head_dim == 256 and small else 64, 4 if amd or head_dim < 128 else 8, 1)
+        rows = 32 if head_dim == 256 and small else 64
+        return Config(rows, 4 if amd or head_dim < 128 else 8, 1, rows)
 
 
 TARGETS: dict[str, Target] = {

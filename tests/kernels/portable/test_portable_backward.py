@@ -1,7 +1,9 @@
-"""The portable backward equals the reference; run in Triton's interpreter, so no GPU is needed.
+"""The portable backward equals the reference, emulated and native; run in Triton's interpreter, so no GPU is needed.
 
 As in the forward, P and dS differ by flipped codes where float32 sums of another order lie near a rounding boundary.
 """
+
+import itertools
 
 import pytest
 import torch
@@ -23,6 +25,11 @@ from lowbit_attn.kernels.portable.targets import TARGETS
 
 BOUND = 2e-3
 TRAINS = ("mxfp8", "nvfp4_fp8")
+MODES = [*((name, "sm_80") for name in TRAINS), ("mxfp8", "sm_100")]
+"""Emulated, and native."""
+
+modes = pytest.mark.parametrize(("recipe", "architecture"), MODES)
+both = pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
 
 
 def inputs(batch, queries, keys, heads, kv_heads, head_dim, dtype=torch.float32):
@@ -72,6 +79,18 @@ def test_recipes_without_a_backward_are_named(recipe, reason):
         kernels.backward(x, None, x, row, (x, row) * 3, resolve(recipe), target=TARGETS["sm_100"])
 
 
+def test_which_backwards_are_native():
+    pairs = {(name, architecture, head_dim) for name in TRAINS for architecture in TARGETS for head_dim in (40, 128, 192)}
+    native = {x for x in pairs if support.has_native_backward(RECIPES[x[0]], *x[1:])}
+    assert native == {("mxfp8", *x) for x in itertools.product(("sm_100", "sm_103", "gfx950"), (40, 128))}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8:do=e4m3/per_row", "mxfp8:qk=e4m3/per_row"])
+def test_scales_of_single_tokens_have_no_native_backward(recipe):
+    assert support.backward_refusal(resolve(recipe), "sm_100") is None
+    assert not support.has_native_backward(resolve(recipe), "sm_100", 64)
+
+
 @pytest.mark.parametrize("recipe", TRAINS)
 @pytest.mark.parametrize("architecture", TARGETS)
 def test_every_architecture_has_the_backward(recipe, architecture):
@@ -80,41 +99,51 @@ def test_every_architecture_has_the_backward(recipe, architecture):
 
 @only_interpreted
 class TestInterpreted:
-    @pytest.mark.parametrize("recipe", TRAINS)
+    @pytest.mark.parametrize(("recipe", "architecture"), [*MODES, ("mxfp8", "gfx950")])  # whose native tiles are smaller
     @pytest.mark.parametrize("causal", [False, True])
-    def test_gqa_and_both_masks(self, recipe, causal):
-        compare(*inputs(1, 100, 150, 4, 2, 64), recipe, is_causal=causal, bottom_right=causal, grad_lse=torch.randn(1, 4, 100))
+    def test_gqa_and_both_masks(self, recipe, architecture, causal):
+        compare(*inputs(1, 100, 150, 4, 2, 64), recipe, is_causal=causal, bottom_right=causal, grad_lse=torch.randn(1, 4, 100),
+                architecture=architecture)
 
-    @pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1, 128), (1, 33, 70, 1, 1, 40), (1, 40, 65, 1, 1, 256)], ids=str)
-    def test_shapes(self, shape):
-        compare(*inputs(*shape), "mxfp8:rotation=always", is_causal=True)
+    @pytest.mark.parametrize(("shape", "architecture"), [  # none is native at head_dim 256
+        *itertools.product([(1, 1, 1, 1, 1, 128), (1, 33, 70, 1, 1, 40)], ["sm_80", "sm_100"]), ((1, 40, 65, 1, 1, 256), "sm_80")])
+    def test_shapes(self, shape, architecture):
+        compare(*inputs(*shape), "mxfp8:rotation=always", is_causal=True, architecture=architecture)
+
+    def test_every_block_of_32_tokens_has_a_scale_of_its_own(self):
+        q, k, v, do = inputs(1, 200, 200, 1, 1, 64)
+        rising = torch.exp2(torch.arange(200) // 32 % 5 * 3.0)[:, None, None]
+        compare(q * rising / 64, k / rising, v * rising, do * rising.flip(0), is_causal=True, architecture="sm_100")
 
     def test_architectures_that_round_in_hardware(self):
         compare(*inputs(1, 70, 70, 1, 1, 64), is_causal=True, architecture="sm_90")
 
+    @both
     @pytest.mark.parametrize("causal", [False, True])
-    def test_key_lengths(self, causal):
+    def test_key_lengths(self, causal, architecture):
         q, k, v, do = inputs(4, 70, 140, 1, 1, 64)
         lengths = torch.tensor([140, 0, 1, 100], dtype=torch.int32)
-        found = compare(q, k, v, do, key_lengths=lengths, is_causal=causal, bottom_right=causal, scale=0.2)
+        found = compare(q, k, v, do, key_lengths=lengths, is_causal=causal, bottom_right=causal, scale=0.2,
+                        architecture=architecture)
         for n, length in enumerate(lengths.tolist()):
             assert not found[1][n, length:].any()
             assert not found[2][n, length:].any()
 
-    @pytest.mark.parametrize("recipe", TRAINS)
-    def test_packed_documents(self, recipe):
+    @modes
+    def test_packed_documents(self, recipe, architecture):
         q, k, v, do = (x[0] for x in inputs(1, 230, 230, 2, 1, 64))
         cu_q, cu_k, parsed = boundaries(0, 1, 1, 140, 200), boundaries(0, 20, 30, 170, 230), RECIPES[recipe]
         result = varlen_forward(q, k, v, cu_q, cu_k, parsed, is_causal=True, save=True)
         wanted = varlen_backward(do, None, result.saved, result.output, result.lse, cu_q, cu_k, parsed, is_causal=True)
         found = kernels.backward(do, None, result.output, result.lse, tuple(flatten_saved(result.saved, packed=True)), parsed,
-                                 target=TARGETS["sm_80"], is_causal=True, cu_seq=(cu_q, cu_k))
+                                 target=TARGETS[architecture], is_causal=True, cu_seq=(cu_q, cu_k))
         assert_close(found, wanted)
         assert not found[0][200:].any()
 
-    def test_after_the_kernels_own_forward(self):
+    @both
+    def test_after_the_kernels_own_forward(self, architecture):
         q, k, v, do = inputs(1, 70, 140, 2, 1, 64, torch.bfloat16)
-        recipe, options = RECIPES["mxfp8"], {"target": TARGETS["sm_80"], "is_causal": True, "bottom_right": True}
+        recipe, options = RECIPES["mxfp8"], {"target": TARGETS[architecture], "is_causal": True, "bottom_right": True}
         prepared = attention.prepare(q, k, v, recipe, save=True, **options)
         output, lse = attention.run(prepared)
         found = kernels.backward(do, None, output, lse, attention.saved_for_backward(prepared), recipe, **options)
@@ -128,15 +157,16 @@ class TestInterpreted:
 
     @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
     @pytest.mark.parametrize("where", range(4), ids=["query", "key", "value", "grad_output"])
-    @pytest.mark.parametrize("recipe", TRAINS)
-    def test_nan_and_inf_break_the_gradients_that_they_break_in_the_reference(self, recipe, where, poison):
+    @modes
+    def test_nan_and_inf_break_the_gradients_that_they_break_in_the_reference(self, recipe, architecture, where, poison):
         x = inputs(1, 150, 150, 1, 1, 64)
         x[where][0, 100, 0, 3] = poison   # past rows of the same tile that do not see its block
-        compare(*x, recipe, is_causal=True)
+        compare(*x, recipe, is_causal=True, architecture=architecture)
 
-    def test_later_blocks_move_no_bit_of_earlier_rows_of_dq(self):
+    @both
+    def test_later_blocks_move_no_bit_of_earlier_rows_of_dq(self, architecture):
         q, k, v, do = inputs(1, 200, 200, 1, 1, 64)
-        before = compare(q, k, v, do, is_causal=True)[0][:, :128]
+        before = compare(q, k, v, do, is_causal=True, architecture=architecture)[0][:, :128]
         for x in (q, k, v, do):
             x[:, 128:] *= 4096
-        assert torch.equal(compare(q, k, v, do, is_causal=True)[0][:, :128], before)
+        assert torch.equal(compare(q, k, v, do, is_causal=True, architecture=architecture)[0][:, :128], before)
