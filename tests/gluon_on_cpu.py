@@ -240,6 +240,7 @@ LANGUAGE = SimpleNamespace(
     join=lambda a, b: Value(torch.stack([a.data, b.data], -1)), static_range=range,
     load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
     store=lambda pointer, value, mask=None: pointer.store(value, mask),
+    atomic_add=lambda pointer, value: pointer.store(pointer.load() + value),
     reshape=lambda x, sizes: x.reshape(sizes), permute=lambda x, order: x.permute(order), pointer_type=lambda dtype: dtype,
     program_id=lambda axis: Value(0), num_programs=lambda axis: Value(1), num_warps=lambda: 4, BlockedLayout=lambda *_: None,
     SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda **_: None,

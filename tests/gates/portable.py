@@ -44,8 +44,8 @@ RECORDED = HERE / "recorded_portable.json"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_103", "gfx942", "gfx950")
 """What every run compiles for, one of each kind; --everything adds the others that dispatch offers."""
 
-RECIPES = ("mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention")
-"""One of each kind of kernel; `mxfp4_ocp` and the options of recipes change constants in them."""
+RECIPES = ("mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention", "fused_mxfp6")
+"""One of each kind of kernel; `mxfp4_ocp`, `fused_mxfp4` and the options of recipes change constants in them."""
 
 INSTRUCTIONS = {
     "mxf8": r"tcgen05\.mma\S*kind::mxf8f6f4\.block_scale", "mxf4": r"tcgen05\.mma\S*kind::mxf4\.block_scale",
@@ -126,7 +126,8 @@ def calls(architectures: tuple[str, ...], everything: bool) -> Iterator[Call]:
         for recipe in RECIPES:
             yield Call(architecture, recipe, 128)
         if everything:
-            for recipe, head_dim in (("mxfp8", 64), ("mxfp8", 256), ("mxattention", 64), ("mxattention", 256)):
+            for recipe, head_dim in (("mxfp8", 64), ("mxfp8", 256), ("mxattention", 64), ("mxattention", 256), ("fused_mxfp6", 64),
+                                     ("fused_mxfp6", 256), ("fused_mxfp4", 128)):
                 yield Call(architecture, recipe, head_dim)
             yield Call(architecture, "mxfp8", 96, torch.float32)
 

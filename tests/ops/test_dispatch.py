@@ -61,7 +61,8 @@ def test_other_recipes_and_changed_ones_are_not_theirs(recipe):
 
 def test_heads_wider_than_a_backend_takes_go_to_the_next():
     explanation = explain(resolve("fused_mxfp6"), GFX950, wide_heads=True)
-    assert explanation.backend == "reference"
+    assert explanation.backend == "triton"
+    assert explanation.precision.startswith("emulated: bf16")
     assert dict(explanation.passed_over)["cdna4"] == "its kernels take head_dim up to 128"
     assert explain(resolve("mxfp8"), HOPPER, wide_heads=True).backend == "hopper"
 
@@ -72,12 +73,15 @@ def test_other_architectures_are_told_what_they_lack(architecture):
     assert reasons["hopper"] == f"needs sm_90, this device is cuda ({architecture})"
 
 
+FP6 = "emulated: bf16 matrix units on the codes' exact values, as Triton has no FP6 operands, by Triton kernels"
 PORTABLE = {  # recipe, architecture -> the start of what multiplies
     ("mxfp8", "sm_80"): "emulated: bf16", ("mxfp8", "gfx942"): "emulated: bf16",
     ("mxfp8", "sm_100"): "native: block-scaled MXFP8 matrix units, in the backward to head_dim 128",
     ("mxattention", "sm_103"): "native: block-scaled MXFP4 matrix units, by",
     ("nvfp4_fp8", "sm_100"): "native: block-scaled NVFP4 and MXFP8 matrix units, bf16 ones in the backward",
-    ("nvfp4_fp8", "gfx950"): "emulated: bf16", ("nvfp4_fp8:rotation=always", "sm_90"): "emulated: bf16"}
+    ("nvfp4_fp8", "gfx950"): "emulated: bf16", ("nvfp4_fp8:rotation=always", "sm_90"): "emulated: bf16",
+    ("fused_mxfp6", "sm_80"): FP6, ("fused_mxfp4", "sm_100"): FP6, ("mxattention:p=e2m3/mx32", "gfx950"): FP6,
+    ("fused_mxfp6:exponential=exact", "sm_90"): FP6}
 
 
 @pytest.mark.parametrize(("recipe", "architecture"), PORTABLE)
@@ -90,7 +94,8 @@ def test_what_the_portable_kernels_compute_and_how(recipe, architecture):
 
 
 @pytest.mark.parametrize(("recipe", "architecture", "reason"), [
-    ("fused_mxfp6", "sm_100", "Triton has no FP6 operands"), ("mxfp8", "sm_75", "needs one of sm_80"), ("mxfp8", None, "no GPU")])
+    ("fused_mxfp6:exponential=schraudolph_u8,max_threshold=8", "sm_100", "compute the exponentials exact, schraudolph_u16"),
+    ("mxfp8", "sm_75", "needs one of sm_80"), ("mxfp8", None, "no GPU")])
 def test_pairs_that_they_do_not_compute_are_named(recipe, architecture, reason):
     explanation = explain(resolve(recipe), Device("cuda", architecture))
     assert explanation.backend == "reference"
@@ -98,7 +103,8 @@ def test_pairs_that_they_do_not_compute_are_named(recipe, architecture, reason):
 
 
 @pytest.mark.parametrize(("recipe", "architecture", "warning"), [
-    ("mxfp8", "sm_100", None), ("mxfp8", "sm_86", "mxfp8 on cuda .sm_86. runs backend 'triton', emulated: bf16")])
+    ("mxfp8", "sm_100", None), ("mxfp8", "sm_86", "mxfp8 on cuda .sm_86. runs backend 'triton', emulated: bf16"),
+    ("fused_mxfp4", "sm_100", "fused_mxfp4 on cuda .sm_100. runs backend 'triton', emulated: .* no FP6 operands")])
 def test_an_emulated_choice_warns_once_by_name(recipe, architecture, warning, monkeypatch):
     monkeypatch.setattr(dispatch, "describe", lambda device: Device("cuda", architecture))
     dispatch._warn_once.cache_clear()

@@ -100,9 +100,10 @@ def encode(value, M: tl.constexpr, E: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def ue4m3(maximum, factor):
-    """Value and code of the UE4M3 scale of E2M1 blocks with this finite maximum, relative to a power of two `factor`."""
-    scale = round_magnitude(tl.math.div_rn(tl.math.div_rn(maximum, 6.0), factor), 3, -6, E4M3_TOP)
+def ue4m3(maximum, factor, TOP: tl.constexpr):
+    """Value and code of the UE4M3 scale of blocks with this finite maximum, relative to a power of two `factor`; TOP: the largest
+    code's value."""
+    scale = round_magnitude(tl.math.div_rn(tl.math.div_rn(maximum, TOP), factor), 3, -6, E4M3_TOP)
     return scale * factor, encode(scale, 3, -6, 8)
 
 

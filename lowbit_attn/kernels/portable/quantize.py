@@ -133,9 +133,9 @@ def quantize_kernel(x, out, scales, side, codes, saved_scales, maxima, documents
         finite = tl.where(largest < 0x7F800000, largest, 0).to(tl.float32, bitcast=True)
         line = tl.full([BLOCK], 127, tl.int32)
         if LAYOUT == "nvfp16_token":
-            line = scale_code(magnitude_bits(tl.math.div_rn(tl.max(finite, 1), 6.0)), E4M3_BOUND[0], E4M3_BOUND[1], 127)
+            line = scale_code(magnitude_bits(tl.math.div_rn(tl.max(finite, 1), TOP)), E4M3_BOUND[0], E4M3_BOUND[1], 127)
         level = exponent_bits(line)
-        scale, code = ue4m3(finite, level[:, None])
+        scale, code = ue4m3(finite, level[:, None], TOP)
         broken = tl.max((largest >= 0x7F800000).to(tl.int32), 1) > 0
         whole = spread(scale, 16)
         rounded = round_to_element(tl.where(whole == 0.0, 0.0, tl.math.div_rn(value, tl.where(whole == 0.0, 1.0, whole))), M, E,

@@ -7,6 +7,8 @@ LAYOUTS = {"qk": ("token_block", "per_row", "mx32", "nvfp16", "nvfp16_token"), "
            "v": ("token_block", "per_row", "mx32", "per_tensor")}
 """Block layouts of the forward's operands."""
 
+ELEMENTS = ("e4m3", "e2m3", "e2m1")
+
 EXPONENTIALS = ("exact", "schraudolph_u16")
 
 EVIDENCE = "by Triton kernels that were compiled and interpreted and have not run on a device"
@@ -19,10 +21,8 @@ def refusal(recipe: Recipe, architecture: str | None) -> str | None:
     effective = recipe.effective()
     for name, accepted in LAYOUTS.items():
         operand = getattr(effective, name)
-        if operand.element == "e2m3":
-            return f"Triton has no FP6 operands; {name} of {recipe.canonical} is {operand}"
-        if operand.element not in ("e4m3", "e2m1"):
-            return f"its kernels multiply E4M3 and E2M1; {name} of {recipe.canonical} is {operand}"
+        if operand.element not in ELEMENTS:
+            return f"its kernels multiply {', '.join(ELEMENTS).upper()}; {name} of {recipe.canonical} is {operand}"
         if operand.layout not in accepted:
             return f"its kernels take {name} in {', '.join(accepted)}; that of {recipe.canonical} is {operand}"
     if effective.exponential not in EXPONENTIALS:
@@ -72,9 +72,10 @@ def _backward_precision(recipe: Recipe, architecture: str) -> str:
 
 
 def precision(recipe: Recipe, architecture: str | None) -> str:
-    """What multiplies: "native: ..." or "emulated: ..."."""
+    """What multiplies: "native: ..." or "emulated: ..."; where no architecture could be native, why."""
     if architecture is None or not is_native(recipe, architecture):
-        return f"emulated: bf16 matrix units on the codes' exact values, {EVIDENCE}"
+        reason = ", as Triton has no FP6 operands" if "e2m3" in (x.element for x in (recipe.qk, recipe.p, recipe.v)) else ""
+        return f"emulated: bf16 matrix units on the codes' exact values{reason}, {EVIDENCE}"
     kinds = {"e4m3": "MXFP8", "e2m1": "NVFP4" if recipe.qk.layout.startswith("nvfp16") else "MXFP4"}
     used = " and ".join(dict.fromkeys(kinds[x.element] for x in (recipe.qk, recipe.v)))
     return f"native: block-scaled {used} matrix units{_backward_precision(recipe, architecture)}, {EVIDENCE}"

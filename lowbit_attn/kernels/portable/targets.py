@@ -3,7 +3,8 @@
 A product is native where the matrix unit multiplies the codes and applies their scales itself (`tl.dot_scaled`); elsewhere the
 same numbers are multiplied as bfloat16, which holds every code times its scale exactly. `tl.dot_scaled` would do that silently
 too, on architectures without the instruction, so nothing here asks for it unless the architecture is listed with it; the gate
-(tests/gates) looks for the instruction in what the compiler made.
+(tests/gates) looks for the instruction in what the compiler made. It takes no FP6 codes, so E2M3 is multiplied as bfloat16
+everywhere.
 """
 
 from dataclasses import dataclass
@@ -51,8 +52,8 @@ class Target:
         amd, native = self.architecture.startswith("gfx"), self.is_native(recipe)
         if native:
             return Config(64, 8, 1) if amd else Config(128, 8, 1 if head_dim == 256 or recipe.v_exponent == "running" else 2)
-        if amd:
-            return Config(64 if head_dim < 256 else 32, 8, 1)
+        if amd:  # four waves have 512 registers each
+            return Config(64, 8, 1) if head_dim < 256 else Config(32, 4, 1)
         small = self.shared < 128 << 10
         if head_dim == 256:
             return Config(32 if small else 64, 8, 1)

@@ -1,7 +1,7 @@
 """The portable forward equals the reference, emulated and native; run in Triton's interpreter, so no GPU is needed.
 
 Scores differ by the order of their float32 sums, some 1e-6, which flips a share of P's codes near rounding boundaries: about 3e-4
-of the output in E4M3 (tests/gpu/test_cuda.py), four times that in E2M1.
+of the output in E4M3 (tests/gpu/test_cuda.py) and in E2M3, which has as many fraction bits, four times that in E2M1.
 """
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from interpreted import INTERPRETED, only_interpreted, run_interpreted, starts_interpreter
 from oracle import boundaries, relative_error
 
+from lowbit_attn.formats import element_format
 from lowbit_attn.recipes import RECIPES, resolve
 from lowbit_attn.reference import Visibility, forward, varlen_forward
 
@@ -20,10 +21,15 @@ if INTERPRETED:
 from lowbit_attn.kernels.portable import attention, support
 from lowbit_attn.kernels.portable.targets import TARGETS
 
-COMPUTED = ("mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention", "mxfp4_ocp")
+FP6 = ("fused_mxfp6", "fused_mxfp4")
+"""Recipes with E2M3 operands, which are emulated everywhere."""
+
+COMPUTED = ("mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention", "mxfp4_ocp", *FP6)
 """The named recipes that these kernels compute."""
 
 OPTIONS = (
+    "mxfp8:qk=e2m3/token_block,v=e2m3/token_block", "mxfp8:p=e2m3/fixed,p_log2_scale=0,max_threshold=2",
+    "fused_mxfp8:v=e2m3/per_tensor", "nvfp4_fp8:qk=e2m3/nvfp16_token,p=e2m3/per_row",
     "mxfp8:causal_safety=exact", "mxfp8:row_sum=quantized", "mxfp8:maximum=online,max_threshold=0", "mxfp8:rotation=always",
     "mxfp8:v_exponent=operand", "mxfp8:p=e4m3/mx32,v_exponent=operand", "fused_mxfp8:exponential=exact",
     "mxattention:row_sum=exact", "mxfp8:v=e4m3/per_row,v_exponent=operand")
@@ -36,7 +42,7 @@ modes = pytest.mark.parametrize(("recipe", "architecture"), MODES)
 
 
 def bound(recipe):
-    return 2e-3 if resolve(recipe).p.element == "e4m3" else 8e-3
+    return 2e-3 if element_format(resolve(recipe).p.element).mantissa_bits == 3 else 8e-3
 
 
 def inputs(batch, queries, keys, heads, kv_heads, head_dim, dtype=torch.float32):
@@ -79,8 +85,21 @@ def test_interpreted_kernels_equal_the_reference(tests):
 def test_which_pairs_are_native():
     pairs = {(name, architecture) for name in COMPUTED for architecture in TARGETS}
     native = {(name, architecture) for name, architecture in pairs if support.is_native(RECIPES[name], architecture)}
-    blackwell = {(name, architecture) for name in COMPUTED for architecture in ("sm_100", "sm_103")}
-    assert native == blackwell | {(name, "gfx950") for name in COMPUTED if name != "nvfp4_fp8"}
+    units = set(COMPUTED) - set(FP6)
+    blackwell = {(name, architecture) for name in units for architecture in ("sm_100", "sm_103")}
+    assert native == blackwell | {(name, "gfx950") for name in units if name != "nvfp4_fp8"}
+
+
+@pytest.mark.parametrize("recipe", FP6)
+@pytest.mark.parametrize("architecture", TARGETS)
+def test_fp6_is_emulated_everywhere_and_says_why(recipe, architecture):
+    assert "emulated: bf16 matrix units on the codes' exact values, as Triton has no FP6 operands," in (
+        support.precision(RECIPES[recipe], architecture))
+
+
+@pytest.mark.parametrize("recipe", [name for name in COMPUTED if name not in FP6])
+def test_other_formats_lack_no_fp6(recipe):
+    assert "FP6" not in support.precision(RECIPES[recipe], "sm_80")
 
 
 def test_scales_of_single_keys_are_not_native():
@@ -95,7 +114,8 @@ def test_supported_pairs_are_not_refused(recipe, architecture):
     assert support.refusal(resolve(recipe), architecture) is None
 
 
-REFUSED = {"fused_mxfp6": "no FP6", "fused_mxfp4": "no FP6", "mxfp8_fast": "direct_u8", "nvfp4": "p in fixed, mx32, per_row",
+REFUSED = {"fused_mxfp6:exponential=schraudolph_u32": "schraudolph_u32", "fused_mxfp6:v=e5m2/mx32": "multiply E4M3, E2M3, E2M1",
+           "fused_mxfp6:key_tile=64": "step by 128 keys", "mxfp8_fast": "direct_u8", "nvfp4": "p in fixed, mx32, per_row",
            "mxfp8:key_tile=64": "step by 128 keys", "mxfp8:qk=identity,trains=false": "qk of",
            "mxfp8:exponential=mitchell,max_threshold=2": "exponentials exact, schraudolph_u16"}
 
@@ -143,7 +163,7 @@ class TestRecipes:
         compare(q, k, v, recipe, architecture)
 
 
-    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fp8", "fused_mxfp8"])
+    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fp8", "fused_mxfp8", "fused_mxfp6"])
     def test_maxima_stay_where_scores_rise_by_less_than_the_threshold(self, recipe):
         q, k, v = inputs(1, 20, 300, 1, 1, 64)
         compare(q, k * (1 + torch.arange(300) // 128 * 0.4)[:, None], v, recipe, "sm_80")
@@ -164,8 +184,10 @@ class TestInputs:
         assert relative_error(output, specified(q, k, v, "mxfp8").output) < 2.0**-8
 
     @pytest.mark.parametrize("causal", [{}, {"is_causal": True, "bottom_right": True}], ids=["full", "causal"])
-    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fp8"])
+    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fp8", "fused_mxfp6"])
     def test_key_lengths_and_garbage_past_them(self, recipe, causal):
+        if causal and not RECIPES[recipe].causal:
+            pytest.skip("not causal")
         q, k, v = inputs(3, 70, 200, 1, 1, 64)
         lengths = torch.tensor([200, 0, 129], dtype=torch.int32)
         for n, length in enumerate(lengths.tolist()):
@@ -194,14 +216,15 @@ class TestInputs:
         assert output[0, 0, 100:].isnan().all()
 
     @pytest.mark.parametrize("architecture", ["sm_80", "sm_100"])
-    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention"])
+    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4_fp8", "fused_mxfp8", "mxattention", "fused_mxfp6"])
     def test_a_broken_v_breaks_the_lse_only_where_it_is_folded_into_p(self, recipe, architecture):
         q, k, v = inputs(2, 8, 70, 1, 1, 64)
         v[0, 0, 40] = torch.nan
         compare(q, k, v, recipe, architecture)
 
     @pytest.mark.parametrize(("recipe", "architecture"), [
-        ("fused_mxfp8", "sm_80"), ("fused_mxfp8", "gfx950"), ("mxattention", "sm_80"), ("mxfp8:row_sum=quantized", "sm_80")])
+        ("fused_mxfp8", "sm_80"), ("fused_mxfp8", "gfx950"), ("mxattention", "sm_80"), ("mxfp8:row_sum=quantized", "sm_80"),
+        ("fused_mxfp6", "sm_80"), ("fused_mxfp4", "gfx950")])
     def test_scores_of_inf_and_nan_break_their_rows(self, recipe, architecture):
         q, k, v = inputs(2, 8, 200, 1, 1, 64)
         q[0, 0, 2, 0], k[0, 0, 150] = torch.nan, k[0, 0, 150] * 1e30

@@ -63,6 +63,21 @@ class TestInterpreted:
         for found, wanted in zip(*results, strict=True):
             assert relative_error(found, wanted) < BOUND
 
+    @pytest.mark.parametrize("recipe", ["fused_mxfp6", "fused_mxfp4", "mxfp4_ocp"])
+    def test_recipes_for_inference(self, gpu, recipe):
+        query, key, value = (x.detach() for x in inputs(2, 2, 70, 64))
+        lengths, cu = torch.tensor([70, 40], dtype=torch.int32), boundaries(0, 30, 65)
+        packed = [x[0].transpose(0, 1) for x in (query, key, value)]
+        results = []
+        for backend in ("triton", "reference"):
+            output, lse = lowbit_attn.attention(query, key[:, :1], value[:, :1], recipe=recipe, enable_gqa=True,
+                                                key_lengths=lengths, return_lse=True, backend=backend)
+            results.append((output, lse, lowbit_attn.varlen_attention(*packed, cu, cu, 35, 35, recipe=recipe, backend=backend)))
+        for found, wanted in zip(*results, strict=True):
+            assert relative_error(found, wanted) < BOUND
+        with pytest.raises(ValueError, match="is_causal: got True"):
+            lowbit_attn.attention(query, key, value, recipe="fused_mxfp6", is_causal=True, backend="triton")
+
     def test_it_is_the_default(self, gpu):
         x = [y.detach() for y in inputs(1, 2, 40, 64)]
         dispatch._warn_once.cache_clear()
