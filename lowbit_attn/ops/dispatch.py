@@ -100,9 +100,7 @@ def _portable_refusal(recipe: Recipe, device: Device) -> str | None:
 def _portable_precision(recipe: Recipe, device: Device) -> str:
     from lowbit_attn.kernels.portable import support
 
-    text = support.precision(recipe, device.architecture)
-    # Of all chips that these kernels are for, an H200 has run them; `docs/gpu-record.json`.
-    return text.replace(support.EVIDENCE, "by Triton kernels that have run on an H200") if device.architecture == "sm_90" else text
+    return support.precision(recipe, device.architecture)
 
 
 def _cdna4_refusal(recipe: Recipe, device: Device) -> str | None:

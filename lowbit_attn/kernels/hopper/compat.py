@@ -1,7 +1,7 @@
 """What differs between the Triton releases that these kernels support (3.6 to 3.9).
 
 Functions are plain names, not constexpr: Triton takes the repr of a constexpr into a kernel's cache key, and a function's has an
-address in it, so that every process would compile anew.
+address in it, so that every process would compile anew. What `_tma_add` does is in no cache key: who changes it empties the cache.
 """
 
 from triton._C.libtriton import ir
@@ -18,6 +18,7 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 """Starts a copy of vectors (cp.async) from global to shared memory; renamed in 3.9."""
+
 
 @builtin
 def _tma_add(descriptor, coordinates, source, _semantic=None):

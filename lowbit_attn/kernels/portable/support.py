@@ -11,7 +11,8 @@ ELEMENTS = ("e4m3", "e2m3", "e2m1")
 
 EXPONENTIALS = ("exact", "schraudolph_u16")
 
-EVIDENCE = "by Triton kernels that were compiled and interpreted and have not run on a device"
+RAN_ON = {"sm_90": "an H200"}
+"""Architectures of which a device has run these kernels (`docs/gpu-record.json`)."""
 
 
 def refusal(recipe: Recipe, architecture: str | None) -> str | None:
@@ -71,14 +72,20 @@ def _backward_precision(recipe: Recipe, architecture: str) -> str:
     return ", bf16 ones in the backward"
 
 
+def _evidence(architecture: str | None) -> str:
+    if architecture in RAN_ON:
+        return f"by Triton kernels that have run on {RAN_ON[architecture]}"
+    return "by Triton kernels that were compiled and interpreted and have not run on a device"
+
+
 def precision(recipe: Recipe, architecture: str | None) -> str:
-    """What multiplies: "native: ..." or "emulated: ..."; where no architecture could be native, why."""
+    """What multiplies: "native: ..." or "emulated: ..."; where no architecture could be native, why; and who has seen it run."""
     if architecture is None or not is_native(recipe, architecture):
         reason = ", as Triton has no FP6 operands" if "e2m3" in (x.element for x in (recipe.qk, recipe.p, recipe.v)) else ""
-        return f"emulated: bf16 matrix units on the codes' exact values{reason}, {EVIDENCE}"
+        return f"emulated: bf16 matrix units on the codes' exact values{reason}, {_evidence(architecture)}"
     kinds = {"e4m3": "MXFP8", "e2m1": "NVFP4" if recipe.qk.layout.startswith("nvfp16") else "MXFP4"}
     used = " and ".join(dict.fromkeys(kinds[x.element] for x in (recipe.qk, recipe.v)))
-    return f"native: block-scaled {used} matrix units{_backward_precision(recipe, architecture)}, {EVIDENCE}"
+    return f"native: block-scaled {used} matrix units{_backward_precision(recipe, architecture)}, {_evidence(architecture)}"
 
 
 __all__ = ["backward_refusal", "has_native_backward", "is_native", "precision", "refusal"]
