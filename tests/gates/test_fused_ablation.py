@@ -138,7 +138,10 @@ def test_kernels_compile_side_by_side_and_are_kept():
                 built.run(prepared[name])  # one that was not kept would be caught
 
     compiles = JITFunction._do_compile
-    assert launches.caught(compile_and_launch) == []
+    try:
+        assert launches.caught(compile_and_launch) == []
+    finally:
+        variants["FRU"].module.attention.device_caches.clear()  # the package's own kernel: other tests compile it again
 
 
 @pytest.mark.full
