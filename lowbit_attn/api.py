@@ -78,15 +78,16 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor, layout: str, enable_
                          "accepted: True")
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe = "mxfp8", is_causal: bool = False,
-              causal_align: str | None = None, scale: float | None = None, enable_gqa: bool = False,
-              key_lengths: Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
+def attention(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, dropout_p: float = 0.0,
+              recipe: str | Recipe = "mxfp8", is_causal: bool = False, causal_align: str | None = None, scale: float | None = None,
+              enable_gqa: bool = False, key_lengths: Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
               backend: str | None = None, seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """Low-bit scaled dot product attention.
 
     Args:
         query: [B, Hq, Sq, D], bfloat16, float16 or float32, any strides and storage offset.
         key, value: [B, Hkv, Sk, D]; Hq is a multiple of Hkv (`enable_gqa` if they differ).
+        attn_mask, dropout_p: torch SDPA's, for calls that pass None and 0; anything else is refused.
         recipe: a name ("mxfp8"), a name with options ("mxfp8:max_threshold=2") or a Recipe; "bf16" goes to torch SDPA.
         is_causal: mask keys after the query. With Sq != Sk say how the diagonal lies:
         causal_align: "top_left" (torch SDPA) or "bottom_right" (flash-attention; aligned to `key_lengths` if given).
@@ -106,6 +107,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *, recipe: str | Recipe
     Raises:
         ValueError, TypeError: naming the argument, what came and what is accepted.
     """
+    validation.check_unserved(attn_mask, dropout_p)
     validation.check_options(scale, is_causal=is_causal, enable_gqa=enable_gqa, return_lse=return_lse,
                              deterministic=deterministic)
     _check_heads(query, key, value, "BHSD", enable_gqa)

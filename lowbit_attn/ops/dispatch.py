@@ -206,7 +206,7 @@ def choose(recipe_text: str, device: torch.device, requested: str | None, wide_h
         explanation = explain(recipe, described, wide_heads)
         if explanation.backend == "reference":
             narrow = explain(recipe, described).backend   # what explain() knows, which is told of no head_dim
-            why = ("lowbit_attn.explain() says why" if narrow == "reference" else
+            why = (f"lowbit_attn.explain({recipe.name!r}) says why" if narrow == "reference" else
                    f"Why: backend {narrow!r} takes head_dim up to {NARROW_HEAD_DIM}")
             _warn_once(f"lowbit_attn: {recipe.name} on {described} runs the PyTorch reference: exact numbers, no speed. {why}; "
                        "backend='reference' asks for it and silences this.")

@@ -49,6 +49,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
                          "key/value heads")
 
 
+def check_unserved(attn_mask: object, dropout_p: float) -> None:
+    """torch SDPA's arguments that only say no."""
+    if attn_mask is not None:
+        came = f"a tensor of shape {tuple(attn_mask.shape)}" if isinstance(attn_mask, Tensor) else repr(attn_mask)
+        raise TypeError(f"attn_mask: got {came}; accepted: None. Masks are is_causal and key_lengths; packed documents go to "
+                        "varlen_attention")
+    if dropout_p != 0:
+        raise ValueError(f"dropout_p: got {dropout_p!r}; accepted: 0")
+
+
 def check_options(scale: float | None, **flags: bool) -> None:
     """A finite scale, and flags that are bools: a mask passed in a flag's place is refused."""
     for name, flag in flags.items():

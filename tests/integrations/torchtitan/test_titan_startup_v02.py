@@ -15,7 +15,7 @@ from lowbit_attn.integrations.torchtitan.launch import train
 
 
 @pytest.mark.parametrize(("new", "message"), [
-    ('recipe = "mxfp9"', r"lowbit_attn\.recipe: recipe: got 'mxfp9'; accepted names: bf16, mxfp8"),
+    ('recipe = "mxfp9"', r"lowbit_attn\.recipe: got 'mxfp9'; accepted names: bf16, mxfp8.*of these train bf16, mxfp8"),
     ('recipe = "mxfp8:max_treshold=2"', r"lowbit_attn\.recipe: recipe option: got 'max_treshold=2'"),
     ('recipe = "fused_mxfp6"', r"lowbit_attn\.recipe: got 'fused_mxfp6', which is for inference only .*; accepted: bf16, mxfp8"),
     ('recipe = "mxfp8:causal=false"', r"which cannot run under a causal mask"),
