@@ -90,7 +90,8 @@ FIRST_TILE = pytest.mark.xfail(strict=True, reason="a masked first tile whose sc
 @only_interpreted
 class TestInterpreted:
     @CAUSAL
-    @pytest.mark.parametrize("shape", [(300, 900, 4, 2, 128), (700, 700, 1, 1, 64), (77, 40, 2, 1, 96), (130, 300, 2, 1, 256)])
+    @pytest.mark.parametrize("shape", [(300, 900, 4, 2, 128), (700, 700, 1, 1, 64), (77, 40, 2, 1, 96), (130, 300, 2, 1, 256),
+                                       (129, 255, 1, 1, 64)])  # the first row is one key short of full tiles
     def test_shapes(self, call, shape, causal):
         dense(call, inputs(*shape, batch=(2,)), **causal)
 
@@ -104,6 +105,12 @@ class TestInterpreted:
     def test_scores_that_climb_raise_the_maximum_across_promotions(self, call):
         q, k, v = inputs(130, 1200, 1, 1, 128, batch=(1,))
         dense(call, (q, k * torch.linspace(0, 12, 1200)[:, None, None], v))
+
+    @pytest.mark.parametrize("keys", [100, 128, 300])
+    def test_scores_that_all_lie_far_below_zero(self, call, keys):
+        q, k, v = inputs(130, keys, 1, 1, 64, batch=(1,))
+        q[..., 0], k[..., 0] = 32.0, -64.0  # 369 doublings
+        dense(call, (q, k, v))
 
     @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
     def test_packed_documents(self, call, causal):
