@@ -62,7 +62,7 @@ def _rise(tiles, first, height, missing=0):
     return tiles * TILE - missing, {key: after.get(key, 0.0) for key in range(tiles * TILE - missing)}
 
 
-# A maximum rises by 6 doublings or more. A few keys that much higher, after two thousand, leave either side some of the weight, so
+# A maximum rises by 3 doublings or more. A few keys that much higher, after two thousand, leave either side some of the weight, so
 # that what is scaled too little shows, and what is scaled too much. Other keys after the rise lie far below: the kernel takes what
 # is 12 doublings below its maximum for nothing, the reference does not, and two thousand ordinary ones would show it.
 RISES = {

@@ -1,8 +1,9 @@
 """Triton's interpreter with the number formats of GPUs, which its own lacks: import this before an interpreted kernel runs.
 
 Wrong in Triton 3.6 to 3.9: fp32 to E4M3 and to bfloat16 truncates where a GPU rounds to nearest even (and saturates E4M3);
-subnormal bfloat16 becomes another number in fp32; a dot of bfloat16 multiplies, and a comparison compares, the numbers' bits, taken
-for integers (NaN equals itself); `dot_scaled` (3.9, absent from 3.6) reads scales of type E4M3 as E8M0.
+subnormal bfloat16 becomes another number in fp32, and a NaN of E4M3 480 in bfloat16; a dot of bfloat16 multiplies, and a comparison
+compares, the numbers' bits, taken for integers (NaN equals itself); `dot_scaled` (3.9, absent from 3.6) reads scales of type E4M3
+as E8M0.
 """
 
 from types import SimpleNamespace
@@ -29,9 +30,10 @@ def _convert_float(data: np.ndarray, source: Any, target: Any, rounding: Any) ->
         return wide.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).reshape(data.shape)
     if source.name == "bf16" and target.name == "fp32":
         return np.ascontiguousarray(data).view(np.uint16).astype(np.uint32) << 16
-    if source.name == "fp8e4nv" and target.name == "fp32":
+    if source.name == "fp8e4nv" and target.name in ("fp32", "bf16"):
         codes = torch.from_numpy(np.ascontiguousarray(data).view(np.uint8).copy())
-        return codes.view(torch.float8_e4m3fn).float().numpy().view(np.uint32).reshape(data.shape)
+        bits = codes.view(torch.float8_e4m3fn).float().numpy().view(np.uint32).reshape(data.shape)
+        return bits if target.name == "fp32" else (bits >> 16).astype(np.uint16)  # bfloat16 holds every E4M3 number
     return _convert(data, source, target, rounding)
 
 

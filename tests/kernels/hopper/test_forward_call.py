@@ -82,11 +82,16 @@ def dense(call, tensors, *, scale=None, key_lengths=None, **masks):
 CAUSAL = pytest.mark.parametrize("causal", [{}, {"is_causal": True}, {"is_causal": True, "bottom_right": True}],
                                  ids=["full", "top left", "bottom right"])
 
+CAUSAL_BELOW = {"is_causal": True, "bottom_right": True}
+EMPTY = pytest.mark.xfail(strict=True, reason="a full first tile whose scores are all -inf: lse -inf, as of rows without a key")
+FIRST_TILE = pytest.mark.xfail(strict=True, reason="a masked first tile whose scores are all -inf makes the row NaN")
+
 
 @only_interpreted
 class TestInterpreted:
     @CAUSAL
-    @pytest.mark.parametrize("shape", [(300, 900, 4, 2, 128), (700, 700, 1, 1, 64), (77, 40, 2, 1, 96), (130, 300, 2, 1, 256)])
+    @pytest.mark.parametrize("shape", [(300, 900, 4, 2, 128), (700, 700, 1, 1, 64), (77, 40, 2, 1, 96), (130, 300, 2, 1, 256),
+                                       (129, 255, 1, 1, 64)])  # the first row is one key short of full tiles
     def test_shapes(self, call, shape, causal):
         dense(call, inputs(*shape, batch=(2,)), **causal)
 
@@ -101,6 +106,12 @@ class TestInterpreted:
         q, k, v = inputs(130, 1200, 1, 1, 128, batch=(1,))
         dense(call, (q, k * torch.linspace(0, 12, 1200)[:, None, None], v))
 
+    @pytest.mark.parametrize("keys", [100, 128, 300])
+    def test_scores_that_all_lie_far_below_zero(self, call, keys):
+        q, k, v = inputs(130, keys, 1, 1, 64, batch=(1,))
+        q[..., 0], k[..., 0] = 32.0, -64.0  # 369 doublings
+        dense(call, (q, k, v))
+
     @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
     def test_packed_documents(self, call, causal):
         lengths = [150, 0, 1, 700, 33]
@@ -113,3 +124,18 @@ class TestInterpreted:
 
     def test_more_tiles_than_one_promotion(self, call):
         dense(call, inputs(70, 2500, 1, 1, 64, batch=(1,)))
+
+    @pytest.mark.parametrize(("keys", "causal"), [
+        (100, {}), pytest.param(128, {}, marks=EMPTY), pytest.param(400, {}, marks=EMPTY),
+        pytest.param(161, CAUSAL_BELOW, marks=FIRST_TILE)], ids=["masked tile", "full tile", "many tiles", "causal"])
+    def test_scores_that_left_float32_downwards(self, call, keys, causal):
+        q, k, v = torch.zeros(1, 128, 1, 64), torch.zeros(1, keys, 1, 64), inputs(1, keys, 1, 1, 64, batch=(1,))[2]
+        q[..., 0], k[..., 0] = 1e30, -1e30
+        if causal:
+            k[:, 128:] = 0.0  # ordinary scores after a tile of -inf
+        by_head = [x.transpose(1, 2) for x in (q, k, v)]
+        wanted = forward(*by_head, RECIPE, Visibility.create(1, 128, keys, **{"is_causal": False, **causal}))
+        output, lse, *_ = call(q, k, v, RECIPE, scale=None, save=False, **{"is_causal": False, **causal})
+        assert wanted.lse.isnan().any()
+        assert torch.equal(output.transpose(1, 2).isnan(), wanted.output.isnan())
+        assert torch.equal(lse.isnan(), wanted.lse.isnan())

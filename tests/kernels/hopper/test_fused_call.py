@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from block_bounds import PROMOTE, RISES, assert_close, rising, scores
+from block_bounds import PROMOTE, RISES, TILE, assert_close, rising, scores
 from interpreted import only_interpreted, run_interpreted, starts_interpreter
 
 from lowbit_attn.recipes import resolve
@@ -93,6 +93,13 @@ class TestInterpreted:
     @pytest.mark.parametrize(("recipe", "head_dim", "name"), CASES)
     def test_rises(self, call, recipe, head_dim, name):
         check(call, recipe, head_dim, name)
+
+    @pytest.mark.parametrize("recipe", ["fused_mxfp6", "mxattention"])
+    def test_a_rise_in_a_last_tile_that_promotes(self, call, recipe):
+        first = 2 * PROMOTE * TILE
+        q, k, v = (normal(1, 1, tokens, 64, seed=n) for n, tokens in enumerate((70, first + 71, first + 71)))
+        q, k, v = rising(q, k, v, {key: 0.0 if key < first else 10.5 if key == first + 37 else -20.0 for key in range(first + 71)})
+        assert_close(*dense(call, q, k, v, recipe), scores(q, k), 64, recipe)
 
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
     @pytest.mark.parametrize("recipe", RECIPES)
