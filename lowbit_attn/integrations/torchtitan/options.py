@@ -53,8 +53,8 @@ def _checked_recipe(option: str, text: str) -> str:
     try:
         canonical = canonical_text(text)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"lowbit_attn.{option}: {str(error).removeprefix('recipe: ')}; of these train {', '.join(training_recipes())}"
-                         ) from None
+        problem = str(error).removeprefix("recipe: ")
+        raise ValueError(f"lowbit_attn.{option}: {problem}; of these train {', '.join(training_recipes())}") from None
     if canonical == UNQUANTIZED:
         return canonical
     recipe = resolve(canonical)
