@@ -78,7 +78,7 @@ def _check_heads(query: Tensor, key: Tensor, value: Tensor, layout: str, enable_
                          "accepted: True")
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, dropout_p: float = 0.0,
+def attention(query: Tensor, key: Tensor, value: Tensor, *, attn_mask: None = None, dropout_p: float = 0,
               recipe: str | Recipe = "mxfp8", is_causal: bool = False, causal_align: str | None = None, scale: float | None = None,
               enable_gqa: bool = False, key_lengths: Tensor | None = None, return_lse: bool = False, deterministic: bool = False,
               backend: str | None = None, seed: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -69,6 +69,7 @@ BAD_DENSE = {
     "a mask as key_lengths": (dense, {"key_lengths": MASK}, TypeError, "key_lengths: got torch.bool of shape"),
     "attn_mask": (dense, {"attn_mask": MASK}, TypeError, "attn_mask: got a tensor.*accepted: None.*is_causal.*varlen_attention"),
     "dropout": (dense, {"dropout_p": 0.1}, ValueError, "dropout_p: got 0.1; accepted: 0"),
+    "dropout that is a word": (dense, {"dropout_p": "no"}, ValueError, "dropout_p: got 'no'; accepted: 0"),
     "a flag that is a number": (dense, {"return_lse": 1}, TypeError, "return_lse: got 1"),
     "a tensor as scale": (dense, {"scale": torch.tensor(0.1)}, TypeError, "scale: got a tensor"),
     "a word as scale": (dense, {"scale": "0.1"}, TypeError, "scale: got '0.1'"),
@@ -265,6 +266,11 @@ class TestPackedEqualsDense:
 
 
 class TestOptions:
+    def test_sdpas_arguments_that_say_no_change_nothing(self):
+        tensors = dense()
+        asked = attention(*tensors, attn_mask=None, dropout_p=0.0, **REFERENCE)
+        assert torch.equal(asked, attention(*tensors, **REFERENCE))
+
     def test_a_recipe_is_its_text(self):
         tensors = dense(channels=64, queries=150, keys=150)
         for text in ("mxfp8", "mxfp8:causal_safety=exact", "mxfp8:max_threshold=2,rotation=always"):

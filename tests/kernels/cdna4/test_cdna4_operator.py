@@ -58,7 +58,14 @@ def test_heads_up_to_128_run_on_the_kernels(gfx950, channels, backend):
     assert gfx950[-1] == backend
 
 
-def test_wide_heads_run_on_the_reference_with_a_warning(gfx950):
+def test_wide_heads_run_on_the_portable_kernels_with_a_warning(gfx950):
+    dispatch._warn_once.cache_clear()
+    with pytest.warns(dispatch.LowbitFallbackWarning, match="runs backend 'triton', emulated.*Triton has no FP6 operands"):
+        assert dispatch.choose("fused_mxfp4", torch.device("cuda"), None, wide_heads=True) == "triton"
+
+
+def test_without_triton_wide_heads_run_on_the_reference_with_a_warning(gfx950, monkeypatch):
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
     dispatch._warn_once.cache_clear()
     query, key, value = (x.transpose(1, 2) for x in normal(8, 8, channels=160))
     with pytest.warns(dispatch.LowbitFallbackWarning, match="runs the PyTorch reference.*backend 'cdna4' takes head_dim up to 128"):
