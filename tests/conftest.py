@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-pytest.register_assert_rewrite("block_bounds")
+pytest.register_assert_rewrite("block_bounds", "row_bounds")
 
 # The tensors are small, and several files may run side by side: more threads only wait for one another.
 torch.set_num_threads(1)

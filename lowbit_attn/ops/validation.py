@@ -49,12 +49,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Non
                          "key/value heads")
 
 
+def _came(x: object) -> str:
+    """What an error says of an argument that may be a mask."""
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
 def check_unserved(attn_mask: object, dropout_p: float) -> None:
     """torch SDPA's arguments that only say no."""
     if attn_mask is not None:
-        came = f"a tensor of shape {tuple(attn_mask.shape)}" if isinstance(attn_mask, Tensor) else repr(attn_mask)
-        raise TypeError(f"attn_mask: got {came}; accepted: None. Masks are is_causal and key_lengths; packed documents go to "
-                        "varlen_attention")
+        raise TypeError(f"attn_mask: got {_came(attn_mask)}; accepted: None. Masks are is_causal and key_lengths; packed documents "
+                        "go to varlen_attention")
     if dropout_p != 0:
         raise ValueError(f"dropout_p: got {dropout_p!r}; accepted: 0")
 
@@ -63,8 +67,7 @@ def check_options(scale: float | None, **flags: bool) -> None:
     """A finite scale, and flags that are bools: a mask passed in a flag's place is refused."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            came = f"a tensor of shape {tuple(flag.shape)}" if isinstance(flag, Tensor) else repr(flag)
-            raise TypeError(f"{name}: got {came}; accepted: True, False")
+            raise TypeError(f"{name}: got {_came(flag)}; accepted: True, False")
     if scale is None:
         return
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):

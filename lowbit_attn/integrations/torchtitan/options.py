@@ -53,8 +53,8 @@ def _checked_recipe(option: str, text: str) -> str:
     try:
         canonical = canonical_text(text)
     except (TypeError, ValueError) as error:
-        problem = str(error).removeprefix("recipe: ")
-        raise ValueError(f"lowbit_attn.{option}: {problem}; of these train {', '.join(training_recipes())}") from None
+        came = str(error).removeprefix("recipe: ")
+        raise ValueError(f"lowbit_attn.{option}: {came}; of these train {', '.join(training_recipes())}") from None
     if canonical == UNQUANTIZED:
         return canonical
     recipe = resolve(canonical)

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from interpreted import only_interpreted, run_interpreted, starts_interpreter
+from row_bounds import assert_close
 
 from lowbit_attn.recipes import resolve
 from lowbit_attn.reference import Visibility, forward, varlen_forward
@@ -56,18 +57,6 @@ def call(request):
         torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
         yield hopper.forward
         torch.use_deterministic_algorithms(False)
-
-
-def assert_close(output, lse, wanted):
-    """But for a row in fifty whose codes of P a score's last bit flipped."""
-    reference = wanted.output.transpose(-3, -2) if output.ndim == 4 else wanted.output
-    assert output.is_contiguous()
-    assert torch.equal(lse.isneginf(), wanted.lse.isneginf())
-    torch.testing.assert_close(lse, wanted.lse, rtol=2.0**-20, atol=2.0**-18)
-    size = reference.norm(dim=-1)
-    rows = (output - reference).norm(dim=-1) / torch.where(size == 0, 1.0, size)
-    assert (rows > 2.0**-17).float().mean() < 0.02
-    assert rows.max() < 2.0**-6
 
 
 def dense(call, tensors, *, scale=None, key_lengths=None, **masks):

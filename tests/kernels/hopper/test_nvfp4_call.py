@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from gluon_on_cpu import BARRIER, LANGUAGE, Pointer, Slots, Tiles, Value, on_cpu
+from row_bounds import assert_close
 from tiling_model import model, packed_lengths
 
 from lowbit_attn import formats
@@ -130,19 +131,6 @@ def call():
           patch.object(nvfp4_attention, "processors", lambda device: 1),
           patch.object(torch.cuda, "device", lambda device: nullcontext())):
         yield hopper.forward
-
-
-def assert_close(output, lse, wanted):
-    """But for a row in fifty whose codes of P flipped."""
-    assert output.dtype == torch.float32
-    assert output.is_contiguous()
-    reference = wanted.output.transpose(-3, -2) if output.ndim == 4 else wanted.output
-    assert torch.equal(lse.isneginf(), wanted.lse.isneginf())
-    torch.testing.assert_close(lse, wanted.lse, rtol=2.0**-20, atol=2.0**-18)
-    size = reference.norm(dim=-1)
-    rows = (output - reference).norm(dim=-1) / torch.where(size == 0, 1.0, size)
-    assert (rows > 2.0**-17).float().mean() < 0.02
-    assert rows.max() < 2.0**-6
 
 
 class TestDense:
