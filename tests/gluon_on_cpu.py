@@ -165,6 +165,20 @@ class Tiles(Value):
         self.position += 1
 
 
+class Numbers:
+    """Shared memory of one number, in the order of storing. Every load brings the next."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers, self.position = [torch.tensor([x]) for x in numbers], -1
+
+    def store(self, value: Value) -> None:
+        self.numbers.append(value.data)
+
+    def load(self, layout: Any) -> Value:
+        self.position += 1
+        return Value(self.numbers[self.position])
+
+
 class Slots:
     """Shared memory of a tile for each consumer, filled together."""
 
@@ -223,6 +237,12 @@ def _min_of_numbers(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.where(x.isnan(), torch.inf, x).amin(dim)
 
 
+def _atomic_add(pointer: Pointer, value: Any, sem: str = "acq_rel") -> Value:
+    before = Value(pointer.load().data.clone())  # not a view of the memory
+    pointer.store(before + value)
+    return before
+
+
 LANGUAGE = SimpleNamespace(
     constexpr=lambda x: x, float32=torch.float32, float16=torch.float16, uint8=torch.uint8, int8=torch.int8, int16=torch.int16,
     int32=torch.int32, uint32=torch.uint32, int64=torch.int64, float8e4nv=torch.float8_e4m3fn, min=_reduced(_min_of_numbers),
@@ -240,7 +260,7 @@ LANGUAGE = SimpleNamespace(
     join=lambda a, b: Value(torch.stack([a.data, b.data], -1)), static_range=range,
     load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
     store=lambda pointer, value, mask=None: pointer.store(value, mask),
-    atomic_add=lambda pointer, value: pointer.store(pointer.load() + value),
+    atomic_add=_atomic_add,
     reshape=lambda x, sizes: x.reshape(sizes), permute=lambda x, order: x.permute(order), pointer_type=lambda dtype: dtype,
     program_id=lambda axis: Value(0), num_programs=lambda axis: Value(1), num_warps=lambda: 4, BlockedLayout=lambda *_: None,
     SliceLayout=lambda *_: None, DotOperandLayout=lambda *_: None, NVMMADistributedLayout=lambda **_: None,

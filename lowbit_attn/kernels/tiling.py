@@ -41,7 +41,7 @@ class Tiling:
     q_tiles, k_tiles: document of each padded tile of 128 tokens, -1 past the end.
     work: [entries, 8], longest first: q_row (first token of the block), rows, k_start, k_valid, k_tile, diagonal (row i of the
         block sees keys j <= i + diagonal), tiles (key tiles of the block, at least 1), document.
-    count: [1], the entries of `work` that exist.
+    count: [2], the entries of `work` that exist, and a counter at zero for the kernel that works on them (`hopper.work_queue`).
     block_rows: query rows per work entry.
     """
 
@@ -150,6 +150,7 @@ def _build(table, q_tiles, k_tiles, work, count, cu_q, cu_k, lengths, documents,
     tl.store(k_tiles + entry, tl.where(entry < k_end, k_owner, -1), mask=entry < max_k)
     if tl.program_id(0) == 0:
         tl.store(count, tl.minimum(end, max_work))
+        tl.store(count + 1, 0)
     exists_e = entry < end
     block = entry - begin
     # Fetch the owner's numbers by comparison: a gather from the table would race with program 0.
@@ -213,7 +214,7 @@ def _launch(like: Tensor, documents: int, tokens_q: int, tokens_k: int, total_q:
     def table(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=like.device)
 
-    result = Tiling(table(documents, DOCUMENT_COLUMNS), table(max_q), table(max_k), table(max_work, WORK_COLUMNS), table(1),
+    result = Tiling(table(documents, DOCUMENT_COLUMNS), table(max_q), table(max_k), table(max_work, WORK_COLUMNS), table(2),
                     block_rows)
     none = result.count
     entries = 64

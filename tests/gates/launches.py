@@ -52,12 +52,14 @@ class Call:
     packed: bool = False
     backward: bool = False
     deterministic: bool = False
+    saves: bool = False
+    """Whether a backward follows."""
 
     def __str__(self) -> str:
         mask, kind = "causal" if self.causal else "full", "packed" if self.packed else "dense"
         name = (self.recipe, str(self.head_dim), str(self.dtype).removeprefix("torch."), mask, kind)
         direction = ("deterministic", "backward") if self.deterministic else ("backward",)
-        return "-".join((*direction, *name) if self.backward else name)
+        return "-".join((*direction, *name) if self.backward else (*("saved",) * self.saves, *name))
 
     def launch(self) -> None:
         """Everything that one forward, or one backward, launches."""
@@ -74,7 +76,7 @@ class Call:
             options["cu_seq"] = (cu, cu)
         if not self.backward:
             kernels = host(recipe)
-            kernels.run(kernels.prepare(query, key, key, recipe, **options))
+            kernels.run(kernels.prepare(query, key, key, recipe, save=self.saves, **options))
             return
         codes = [torch.zeros(x.shape, dtype=torch.uint8) for x in (query, key, key)]
         scales = [torch.zeros((*x.shape[:-3], x.shape[-2], x.shape[-3]), dtype=torch.uint8) for x in (query, key, key)]
@@ -96,6 +98,7 @@ def calls(everything: bool) -> Iterator[Call]:
     """A call per recipe and head_dim; everything: also the other dtypes, masks and layouts."""
     for recipe, head_dim in product(RECIPES, HEAD_DIMS):
         yield Call(recipe, head_dim)
+    yield from (Call("mxfp8", head_dim, saves=True) for head_dim in HEAD_DIMS[:2])
     for head_dim, deterministic in product((64, 128), (False, True)):
         yield Call("mxfp8", head_dim, backward=True, deterministic=deterministic)
     for recipe in ("fused_mxfp6", "mxattention"):

@@ -230,9 +230,8 @@ def test_tiny_gradients_beside_others_stay_finite():
     assert found[0][:, :, :64].abs().max() < 2.0**-80
 
 
-DELTA = ("D = sum(O dO) inherits what the forward's FP8 sums lose where V has a mean (1 % at 32k keys), and a D that is off by d "
+DELTA = ("D = sum(O dO) inherits what the forward's FP8 sums lose where V has a mean (0.3 % at 32k keys), and a D that is off by d "
          "moves dQ by d times the mean of K: docs/kernel-log.md says what would mend it")
-
 
 BOUND = ("in one pass dS is relative to a bound with the largest |V| that a row sees, which one element of 10000 puts 2^10 above "
          "the others: their dS is flushed, and the cosine is 3.2e-4 below the reference's, not 2e-4 (docs/kernel-log.md)")
@@ -242,8 +241,6 @@ BOUND = ("in one pass dS is relative to a bound with the largest |V| that a row 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("name", ["sharp", "climbing", "falling", "late spike", "wild values", "quiet values", "outlier", "mean"])
 def test_adversarial_inputs_follow_the_gradient_no_worse_than_the_reference(name, causal, deterministic, request):
-    if name == "mean" and not causal:
-        request.applymarker(pytest.mark.xfail(reason=DELTA))
     if name == "outlier" and not deterministic:
         request.applymarker(pytest.mark.xfail(reason=BOUND))
     tensors = [x.float() for x in adversarial()[name]]
@@ -313,8 +310,7 @@ class TestAccumulation:
     def test_value_gradients(self, found):
         assert relative(found[0][2], found[1][2]) < 0.015
 
-    @pytest.mark.xfail(reason=DELTA)
-    @pytest.mark.parametrize("gradient", [0, 1], ids=["query", "key"])
+    @pytest.mark.parametrize("gradient", [pytest.param(0, marks=pytest.mark.xfail(reason=DELTA)), 1], ids=["query", "key"])
     def test_query_and_key_gradients(self, found, gradient):
         assert relative(found[0][gradient], found[1][gradient]) < 0.05
 

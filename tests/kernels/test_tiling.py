@@ -18,7 +18,7 @@ def assert_equal(tiling, expected):
     assert tiling.documents.tolist() == documents
     for table, values in ((tiling.q_tiles, q_tiles), (tiling.k_tiles, k_tiles)):
         assert table.tolist() == values + [-1] * (table.numel() - len(values))
-    assert tiling.count.item() == len(work)
+    assert tiling.count[0].item() == len(work)
     assert tiling.work[:len(work)].tolist() == work
 
 

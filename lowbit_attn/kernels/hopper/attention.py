@@ -38,11 +38,15 @@ class Config:
 
 EXACT = {64: Config(3, 16, 2, 240), 128: Config(3, 16, 2, 240), 256: Config(2, 16, 1, 240)}
 FAST = {64: Config(2, 16, 3, 160), 128: Config(2, 16, 3, 160), 256: Config(2, 16, 1, 240)}
+TRAINING_PROMOTE = 4
+"""Tiles per promotion where a backward follows: dS subtracts D = sum(O dO), which inherits what the sums of O lose (1.3 % of values
+with a mean at 16 tiles, 0.4 % at 4), and dQ then gets that part of K's mean (docs/training-torchtitan.md)."""
 
 
-def config_of(recipe: Recipe, head_dim: int) -> Config:
+def config_of(recipe: Recipe, head_dim: int, trains: bool = False) -> Config:
     """The compile-time choices for a recipe and a kernel head_dim."""
-    return (FAST if recipe.exponential == "direct_u8" else EXACT)[head_dim]
+    config = (FAST if recipe.exponential == "direct_u8" else EXACT)[head_dim]
+    return replace(config, promote=TRAINING_PROMOTE) if trains else config
 
 
 @dataclass(frozen=True)
@@ -101,11 +105,11 @@ def prepare(query: Tensor, key: Tensor, value: Tensor, recipe: Recipe, *, scale:
     return Prepared(tiling, quantized, records, recipe, query, head_dim, kv_heads, keys, sizes, lse_shape, scale < 0)
 
 
-def head_group(heads: int, kv_heads: int, bytes_per_kv_head: int) -> int:
+def head_group(heads: int, kv_heads: int, bytes_per_kv_head: int, budget: int = L2_BUDGET) -> int:
     """Query heads that run side by side: whole groups of a key/value head, as many as L2 holds, dividing the heads."""
     if kv_heads == 0:
         return 1
-    fitting = max(1, min(kv_heads, L2_BUDGET // max(1, bytes_per_kv_head)))
+    fitting = max(1, min(kv_heads, budget // max(1, bytes_per_kv_head)))
     while kv_heads % fitting:
         fitting -= 1
     return heads // kv_heads * fitting
@@ -131,7 +135,7 @@ def run(prepared: Prepared) -> tuple[Tensor, ...]:
     if query.numel() == 0 or prepared.keys == 0 or prepared.kv_heads == 0:
         return query.new_zeros(query.shape), lse.fill_(-math.inf), row_top.zero_()
     dim = kernel_head_dim(prepared.head_dim)
-    config = config_of(recipe, dim)
+    config = config_of(recipe, dim, trains=quantized.v_codes is not None)
     output = query.new_empty(query.shape)
     sizes = prepared.sizes
     q_codes = quantized.q_codes.view(-1, sizes.heads * dim)

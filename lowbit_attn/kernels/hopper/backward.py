@@ -30,6 +30,12 @@ HEAD_DIMS = (64, 128)
 ROWS, BLOCK = 64, 128
 """Rows of a warpgroup, and of a program."""
 
+STREAM_BUDGET = 56 << 20
+"""Bytes that the one pass keeps in flight, about L2: its programs pass over the same heads at about the same time."""
+
+FEW_ENTRIES = 8
+"""Entries of a program that are few."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -101,6 +107,15 @@ class Prepared:
         """Key/value heads."""
         return self.saved.k_codes.shape[-2]
 
+    def _streamed(self) -> int:
+        """Key/value heads that the one pass works on side by side: as many as L2 holds for what its programs stream, codes of Q and
+        dO, their transposes and float16 dQ. All where each program gets a few entries only: a long one of a later group would come
+        last."""
+        if self.tiling.k_tiles.numel() * self.kv_heads < FEW_ENTRIES * processors(self.lse.device):
+            return self.kv_heads
+        group = head_group(self.heads, self.kv_heads, 6 * self.saved.q_codes.numel() // self.kv_heads, STREAM_BUDGET)
+        return group * self.kv_heads // self.heads
+
     def _group(self, heads: int) -> int:
         """Heads of one kind that run side by side, as many as L2 holds K and V codes for."""
         group = head_group(self.heads, self.kv_heads, 2 * self.saved.k_codes.numel() // self.kv_heads)
@@ -133,7 +148,7 @@ class Prepared:
             self._columns(self.made.k_t, ROWS), TensorDescriptor.from_tensor(partial, [ROWS, ROWS], shared_layout(128, 16)),
             grad_key, grad_value, self.saved.k_scales, self.saved.v_scales, self.made.k_top, records.reference_v,
             records.reference_k, records.work, records.count, self._masters(programs), self.kv_heads, self.heads // self.kv_heads,
-            *strides, 2 * self.tiling.q_tiles.numel(), self.tiling.k_tiles.numel(), self.scale, self._group(self.kv_heads),
+            *strides, 2 * self.tiling.q_tiles.numel(), self.tiling.k_tiles.numel(), self.scale, self._streamed(),
             P_LOG2=P_GRAD_LOG2, **self._constants(ONE_PASS[self.dim]))
 
     def _masters(self, programs: int) -> Tensor:

@@ -18,7 +18,6 @@ from lowbit_attn.kernels.hopper.forward_tiles import (
     ROWS,
     barriers,
     by_thread,
-    entry_of,
     operand,
     promote,
     scale_of,
@@ -26,6 +25,7 @@ from lowbit_attn.kernels.hopper.forward_tiles import (
     with_master,
 )
 from lowbit_attn.kernels.hopper.inline import uniform
+from lowbit_attn.kernels.hopper.work_queue import entry_of
 
 
 @gluon.jit

@@ -23,7 +23,6 @@ from lowbit_attn.kernels.hopper.forward_tiles import (
     ROWS,
     barriers,
     by_thread,
-    entry_of,
     load_tiles,
     operand,
     pack,
@@ -36,6 +35,10 @@ from lowbit_attn.kernels.hopper.forward_tiles import (
     with_master,
 )
 from lowbit_attn.kernels.hopper.inline import keep_visible, uniform
+from lowbit_attn.kernels.hopper.work_queue import entry_of, following, queue
+
+LOWEST_MAXIMUM = gl.constexpr(-3e38)
+"""The maximum of a row that has met no score above -inf: any other exceeds it, and what came before counts nothing."""
 
 
 @gluon.jit
@@ -67,8 +70,8 @@ def end_turn(turns, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def late_offset(p_log2, fold, P_LOG2: gl.constexpr, WARPGROUPS: gl.constexpr, L3: gl.constexpr):
-    """log2 of P's factor, [64 or 1, 4 blocks]. After a wait for a turn it comes from shared memory, so that ptxas cannot compute
-    exponentials ahead of it; but for one block of 32 keys, which fill the time that it takes to hand over a turn."""
+    """log2 of P's factor, [64, 4 blocks] or [64, 1]. After a wait for a turn it comes from shared memory, so that ptxas cannot
+    compute exponentials ahead of it; but for one block of 32 keys, which fill the time that it takes to hand over a turn."""
     ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L3))
     if WARPGROUPS == 2:
         block = gl.arange(0, 4, fold.type.layout)
@@ -120,7 +123,7 @@ def softmax_masked(scores, row_scale, k_scale, own, limit, maximum, largest, row
     top = gl.max(gl.max(s, 4), 2) * a[:, :, None]
     top = gl.convert_layout(gl.max(gl.max(top, 1), 1), maximum.type.layout)
     if FIRST:
-        new = gl.where(limit < 0, 0.0, top)  # rows that see no key at all
+        new = gl.maximum(top, LOWEST_MAXIMUM)  # of rows that have met -inf at most
     else:
         new = raise_maximum(maximum, top, THRESHOLD)
     # A block is seen when its first key is; unseen ones count as the lowest exponent.
@@ -150,7 +153,8 @@ def first_tile(scores, full, record, own, row_scale, limit, P_LOG2: gl.constexpr
     if full > 0:
         none = gl.zeros([ROWS, 4], gl.float32, gl.SliceLayout(1, L3))
         p, maximum, largest, row_sum, reference, _ = softmax_full(scores, row_scale, k_scale, fold, lift, tile_reference,
-                                                                  gl.full([ROWS], -3e38, gl.float32, ROW), nothing, none, 0, 0, 0,
+                                                                  gl.full([ROWS], LOWEST_MAXIMUM, gl.float32, ROW), nothing, none,
+                                                                  0, 0, 0,
                                                                   P_LOG2, THRESHOLD, 0, 1, L3)
         words = pack(p, OPERAND)
     else:
@@ -218,10 +222,10 @@ def top_code(log2_largest):
 
 
 @gluon.jit
-def consume(out, lse, row_top, q_scales, records, exponents, work, count, master, q, k_smem, v_smem, q_full, q_empty, k_full,
-            k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP,
-            WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr, LOWEST: gl.constexpr,
-            D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr):
+def consume(out, lse, row_top, q_scales, records, exponents, work, count, slot, announced, master, q, k_smem, v_smem, q_full,
+            q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride, document_extra, max_tiles,
+            factor, GROUP, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr, P_LOG2: gl.constexpr, THRESHOLD: gl.constexpr,
+            LOWEST: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 32])
@@ -234,8 +238,9 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
         end_turn(turns, WARPGROUP, WARPGROUPS)
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * heads, gl.num_programs(0)):
+    while index < entries * heads:
         entry, head = entry_of(index, entries, GROUP)
         info = work + entry * 8
         q_row = gl.load(info)
@@ -306,11 +311,13 @@ def consume(out, lse, row_top, q_scales, records, exponents, work, count, master
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
+        index = following(slot, announced, turn)
         mbarrier.arrive(q_empty, count=1)
         turn += 1
         total = with_master(accumulator, master, promoted - (maximum + reference), D)
         denominator = gl.convert_layout(gl.sum(row_sum, 1), ROW)
         empty = limit < 0
+        denominator = gl.where(denominator == 0, float("nan"), denominator)  # every key that the row sees scores -inf
         inverse = gl.where(empty, 0.0, gl.exp2(reference - P_LOG2) / gl.where(empty, 1.0, denominator))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
         result = gl.where(inverse == 0, 0.0, total * inverse).to(out.dtype.element_ty)
@@ -330,6 +337,7 @@ def attention(q_desc, k_desc, v_desc, out, lse, row_top, q_scales, records, expo
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     master = gl.allocate_shared_memory(gl.float32, [WARPGROUPS, D // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers(WARPGROUPS, STAGES)
+    slot, announced = queue()
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
@@ -338,20 +346,23 @@ def attention(q_desc, k_desc, v_desc, out, lse, row_top, q_scales, records, expo
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem,
-                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride,
-                       document_extra, max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
-            (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, slot, announced, master.index(0),
+                       q_smem.index(0), k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads,
+                       groups, head_stride, document_extra, max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D,
+                       STAGES, PROMOTE)),
+            (load_tiles, (q_desc, k_desc, v_desc, work, count, slot, announced, q_smem, k_smem, v_smem, q_full, q_empty, k_full,
+                          k_empty, v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False, True)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(0), q_smem.index(0), k_smem,
-                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride,
-                       document_extra, max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
-            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, master.index(1), q_smem.index(1), k_smem,
-                       v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads, groups, head_stride,
-                       document_extra, max_tiles, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D, STAGES, PROMOTE)),
-            (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, slot, announced, master.index(0),
+                       q_smem.index(0), k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads,
+                       groups, head_stride, document_extra, max_tiles, factor, GROUP, 0, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D,
+                       STAGES, PROMOTE)),
+            (consume, (out, lse, row_top, q_scales, records, exponents, work, count, slot, announced, master.index(1),
+                       q_smem.index(1), k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns, p_log2, heads,
+                       groups, head_stride, document_extra, max_tiles, factor, GROUP, 1, WARPGROUPS, P_LOG2, THRESHOLD, LOWEST, D,
+                       STAGES, PROMOTE)),
+            (load_tiles, (q_desc, k_desc, v_desc, work, count, slot, announced, q_smem, k_smem, v_smem, q_full, q_empty, k_full,
+                          k_empty, v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False, True)),
         ], [4, 1], [REGISTERS, 24])

@@ -7,16 +7,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lowbit_attn.kernels.hopper.compat import tma_load
 from lowbit_attn.kernels.hopper.inline import pack_e4m3, scale_rows_if_needed, unpack_e4m3
+from lowbit_attn.kernels.hopper.work_queue import announce, entry_of
 
 ROWS = gl.constexpr(64)
 KEYS = gl.constexpr(128)
-
-
-@gluon.jit
-def entry_of(index, count, GROUP):
-    """Work entry and head of a work index: heads in groups, inside a group longest entries first, heads fastest."""
-    inside = index % (count * GROUP)
-    return inside // GROUP, (index // (count * GROUP)) * GROUP + inside % GROUP
 
 
 @gluon.jit
@@ -40,13 +34,16 @@ def barriers(WARPGROUPS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def load_tiles(q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-               heads, groups, GROUP, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, K_PADDED: gl.constexpr):
-    """The loader warp: Q of each work entry, then its K and V tiles in turn. K_PADDED: K's tiles are padded as V's are."""
+def load_tiles(q_desc, k_desc, v_desc, work, count, slot, announced, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+               v_full, v_empty, heads, groups, GROUP, WARPGROUPS: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+               K_PADDED: gl.constexpr, QUEUED: gl.constexpr):
+    """The loader warp: Q of each work entry, then its K and V tiles in turn. K_PADDED: K's tiles are padded as V's are. QUEUED:
+    entries come from the queue; otherwise by a fixed stride, which nobody needs to be told."""
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * heads, gl.num_programs(0)):
+    while index < entries * heads:
         entry, head = entry_of(index, entries, GROUP)
         row = work + entry * 8
         q_row = gl.load(row)
@@ -72,6 +69,10 @@ def load_tiles(q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_fu
             tma_load(v_desc, [kv_head * D, (k_tile + i) * KEYS], v_full.index(stage), v_smem.index(stage))
             step += 1
         turn += 1
+        if QUEUED:
+            index = announce(count, slot, announced, entries * heads, 1)
+        else:
+            index += gl.num_programs(0)
 
 
 @gluon.jit

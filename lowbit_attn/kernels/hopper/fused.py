@@ -23,7 +23,6 @@ from lowbit_attn.kernels.hopper.forward_tiles import (
     ROWS,
     barriers,
     by_thread,
-    entry_of,
     load_tiles,
     operand,
     promote,
@@ -34,6 +33,7 @@ from lowbit_attn.kernels.hopper.forward_tiles import (
     with_master,
 )
 from lowbit_attn.kernels.hopper.inline import pass_turn, take_turn, uniform
+from lowbit_attn.kernels.hopper.work_queue import entry_of
 
 
 @gluon.jit
@@ -234,7 +234,7 @@ def consume(out, lse, q_scales, k_group, v_scale, work, count, master, q, k_smem
         result = gl.where(inverse == 0, 0.0, total * inverse * channel_scale[None, :]).to(out.dtype.element_ty)
         store_rows(out, result, q_row + WARPGROUP * ROWS, rows, heads, head, D)
         if FROZEN:
-            # The first tile's maximum and the level since, and 2 less: a weight of 1 was 2^2 as an operand.
+            # The first tile's maximum and the level since, and SEED_LOG2 less: a weight of 1 was 2^SEED_LOG2 as an operand.
             log2_one = (SEED - level) * 0.125 - SEED_LOG2
         else:
             log2_one = level if EXACT_SUM else level - ONE_LOG2
@@ -264,8 +264,8 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, k_group, v_scale, work
             (consume, (out, lse, q_scales, k_group, v_scale, work, count, master.index(0), q_smem.index(0), k_smem, v_smem, ones,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        factor, GROUP, 0, WARPGROUPS, FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, D, STAGES, PROMOTE)),
-            (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, True)),
+            (load_tiles, (q_desc, k_desc, v_desc, work, count, 0, 0, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+                          v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, True, False)),
         ], [1], [24])
     elif WARPGROUPS == 2:
         gl.warp_specialize([
@@ -275,8 +275,8 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, k_group, v_scale, work
             (consume, (out, lse, q_scales, k_group, v_scale, work, count, master.index(1), q_smem.index(1), k_smem, v_smem, ones,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        factor, GROUP, 1, WARPGROUPS, FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, D, STAGES, PROMOTE)),
-            (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, True)),
+            (load_tiles, (q_desc, k_desc, v_desc, work, count, 0, 0, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+                          v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, True, False)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
@@ -289,6 +289,6 @@ def attention(q_desc, k_desc, v_desc, out, lse, q_scales, k_group, v_scale, work
             (consume, (out, lse, q_scales, k_group, v_scale, work, count, master.index(2), q_smem.index(2), k_smem, v_smem, ones,
                        q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles,
                        factor, GROUP, 2, WARPGROUPS, FROZEN, EXACT_SUM, P_KIND, P_BUMP, P_MAGIC, P_LOWEST, D, STAGES, PROMOTE)),
-            (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, True)),
+            (load_tiles, (q_desc, k_desc, v_desc, work, count, 0, 0, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty,
+                          v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, True, False)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])

@@ -138,6 +138,7 @@ def _key_work(documents, k_tiles, work, count, max_k, E: tl.constexpr, CHUNK: tl
         total += tl.sum(tl.where(there >= 0, 1, 0), 0)
     if tl.program_id(0) == 0:
         tl.store(count, total)
+        tl.store(count + 1, 0)
     out = work + rank * 11
     tl.store(out, tl.load(row + 2, mask=exists, other=0) + block * 128, mask=exists)
     tl.store(out + 1, tl.load(row + 3, mask=exists, other=0) - block * 128, mask=exists)
@@ -161,7 +162,8 @@ class GradientRecords:
         the exponent of Q (-60 for zeros), log2 of the largest D as dS subtracts it.
     work: int32 [entries, 11], key blocks of 128, longest first: k_row, rows stored, rows valid (both may exceed 128), q_start,
         the document's first query tile, q_len, first query tile that the block sees, their number, shift (row r sees query i
-        from r + shift on), document, the block's padded tile. count: int32 [1], the entries that exist.
+        from r + shift on), document, the block's padded tile. count: int32 [2], the entries that exist, and a
+        counter at zero (`work_queue`).
     """
 
     reference: Tensor
@@ -195,7 +197,7 @@ def gradient_records(tiling: Tiling, q_scales: Tensor, do_group: Tensor, lse: Te
         return torch.empty(shape, dtype=dtype, device=lse.device)
 
     result = GradientRecords(empty(kv_heads, 2 * q_count), empty(kv_heads, 2 * q_count), empty(heads, 2 * q_count, VECTOR),
-                             empty(k_count, WORK_COLUMNS, dtype=torch.int32), empty(1, dtype=torch.int32))
+                             empty(k_count, WORK_COLUMNS, dtype=torch.int32), empty(2, dtype=torch.int32))
     with on_device(lse):
         references(tiling, do_group, result.reference, result.lifts, groups, LOWEST_REFERENCE)
         _vectors[(q_count, heads)](tiling.documents, tiling.q_tiles, q_scales, do_group, lse, delta, result.reference,

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lowbit_attn.kernels.hopper.compat import tma_load
-from lowbit_attn.kernels.hopper.forward_tiles import ROWS, entry_of, operand, pack
+from lowbit_attn.kernels.hopper.forward_tiles import ROWS, operand, pack
 from lowbit_attn.kernels.hopper.gradient_tiles import (
     LOWEST,
     SLACK,
@@ -43,20 +43,22 @@ from lowbit_attn.kernels.hopper.gradient_tiles import (
     with_master,
 )
 from lowbit_attn.kernels.hopper.inline import uniform
+from lowbit_attn.kernels.hopper.work_queue import announce, entry_of, following, queue
 
 COLUMNS = gl.constexpr(64)
 """Queries of a tile."""
 
 
 @gluon.jit
-def load_tiles(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc, work, count, k_smem, v_smem, q_smem, do_smem,
-               q_t_smem, do_t_smem, vectors, kv_full, kv_empty, rows_full, columns_full, empty, kv_heads, groups, tiles_in_all,
-               GROUP, D: gl.constexpr, STAGES: gl.constexpr):
+def load_tiles(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc, work, count, slot, announced, k_smem, v_smem,
+               q_smem, do_smem, q_t_smem, do_t_smem, vectors, kv_full, kv_empty, rows_full, columns_full, empty, kv_heads, groups,
+               tiles_in_all, GROUP, D: gl.constexpr, STAGES: gl.constexpr):
     """The loader warp: K and V of each work entry, then its query tiles, last first, all heads of the group in turn."""
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * kv_heads, gl.num_programs(0)):
+    while index < entries * kv_heads:
         entry, kv_head = entry_of(index, entries, GROUP)
         row = work + entry * 11
         k_row = gl.load(row)
@@ -76,6 +78,7 @@ def load_tiles(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc
             load_tile(step, tile, head, q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, q_smem, do_smem, q_t_smem, do_t_smem,
                       vectors, rows_full, columns_full, empty, q_start, document_tile, tiles_in_all, D, STAGES)
             step += 1
+        index = announce(count, slot, announced, entries * kv_heads, 1)
 
 
 @gluon.jit
@@ -126,9 +129,9 @@ def advance(i, step, k, v, q_smem, do_smem, q_t_smem, do_t_smem, vectors, rows_f
 
 
 @gluon.jit
-def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, lifts, work, count, masters, staging, k, v, q_smem,
-            do_smem, q_t_smem, do_t_smem, vectors, kv_full, kv_empty, rows_full, columns_full, empty, kv_heads, groups,
-            head_stride, document_extra, tiles_in_all, scale, GROUP, WARPGROUP: gl.constexpr, D: gl.constexpr,
+def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, lifts, work, count, slot, announced, masters,
+            staging, k, v, q_smem, do_smem, q_t_smem, do_t_smem, vectors, kv_full, kv_empty, rows_full, columns_full, empty,
+            kv_heads, groups, head_stride, document_extra, tiles_in_all, scale, GROUP, WARPGROUP: gl.constexpr, D: gl.constexpr,
             STAGES: gl.constexpr, PROMOTE: gl.constexpr, ROTATE: gl.constexpr, P_LOG2: gl.constexpr):
     """A consumer warpgroup: 64 keys of each work entry."""
     ROW: gl.constexpr = gl.SliceLayout(1, sum_layout(COLUMNS))
@@ -140,8 +143,9 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
     dv_master = dk_master + ROWS * D
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * kv_heads, gl.num_programs(0)):
+    while index < entries * kv_heads:
         entry, kv_head = entry_of(index, entries, GROUP)
         info = work + entry * 11
         k_row = gl.load(info) + WARPGROUP * ROWS
@@ -208,6 +212,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, vector_table, references, 
             dk = warpgroup_mma_wait(0, deps=(dk,))
             mbarrier.arrive(empty.index(before), count=1)
         step = skip(mine, tiles * groups, step, rows_full, columns_full, empty, STAGES)
+        index = following(slot, announced, turn)
         mbarrier.arrive(kv_empty, count=1)
         turn += 1
         # Loaded again: registers that hold these through the loop would be spilled.
@@ -244,17 +249,18 @@ def key_gradients(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_d
     vectors = gl.allocate_shared_memory(gl.float32, [STAGES] + vector_desc.block_type.shape, vector_desc.layout)
     staging = gl.allocate_shared_memory(gl.float32, [2, ROWS, D], gl.SwizzledSharedLayout(4, 1, 8, [1, 0]))
     kv_full, kv_empty, rows_full, columns_full, empty = barriers(STAGES)
+    slot, announced = queue()
     fence_async_shared()
     gl.warp_specialize([
-        (consume, (grad_key, grad_value, k_scales, v_scales, vector_table, references, lifts, work, count, masters,
+        (consume, (grad_key, grad_value, k_scales, v_scales, vector_table, references, lifts, work, count, slot, announced, masters,
                    staging.index(0), k_smem.index(0), v_smem.index(0), q_smem, do_smem, q_t_smem, do_t_smem, vectors, kv_full,
                    kv_empty, rows_full, columns_full, empty, kv_heads, groups, head_stride, document_extra, tiles_in_all, scale,
                    GROUP, 0, D, STAGES, PROMOTE, ROTATE, P_LOG2)),
-        (consume, (grad_key, grad_value, k_scales, v_scales, vector_table, references, lifts, work, count, masters,
+        (consume, (grad_key, grad_value, k_scales, v_scales, vector_table, references, lifts, work, count, slot, announced, masters,
                    staging.index(1), k_smem.index(1), v_smem.index(1), q_smem, do_smem, q_t_smem, do_t_smem, vectors, kv_full,
                    kv_empty, rows_full, columns_full, empty, kv_heads, groups, head_stride, document_extra, tiles_in_all, scale,
                    GROUP, 1, D, STAGES, PROMOTE, ROTATE, P_LOG2)),
-        (load_tiles, (q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc, work, count, k_smem, v_smem, q_smem,
-                      do_smem, q_t_smem, do_t_smem, vectors, kv_full, kv_empty, rows_full, columns_full, empty, kv_heads, groups,
-                      tiles_in_all, GROUP, D, STAGES)),
+        (load_tiles, (q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc, work, count, slot, announced, k_smem,
+                      v_smem, q_smem, do_smem, q_t_smem, do_t_smem, vectors, kv_full, kv_empty, rows_full, columns_full, empty,
+                      kv_heads, groups, tiles_in_all, GROUP, D, STAGES)),
     ], [4, 1], [REGISTERS, 24])

@@ -19,7 +19,6 @@ from lowbit_attn.kernels.hopper.forward_tiles import (
     KEYS,
     ROWS,
     barriers,
-    entry_of,
     load_tiles,
     operand,
     pack,
@@ -28,6 +27,7 @@ from lowbit_attn.kernels.hopper.forward_tiles import (
     store_rows,
 )
 from lowbit_attn.kernels.hopper.inline import keep_visible, uniform
+from lowbit_attn.kernels.hopper.work_queue import entry_of, following, queue
 
 LARGEST_LOG2: gl.constexpr = gl.constexpr(8.807354922057604)
 """log2 of E4M3's largest number: a block's scale is the smallest power of two that brings its largest weight down to it."""
@@ -155,8 +155,8 @@ def advance(i, step, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, v_scal
 
 
 @gluon.jit
-def consume(out, lse, v_scale, work, count, q, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty, heads, groups,
-            head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr,
+def consume(out, lse, v_scale, work, count, slot, announced, q, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full, v_empty,
+            heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr,
             THRESHOLD: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
@@ -168,8 +168,9 @@ def consume(out, lse, v_scale, work, count, q, k_smem, v_smem, q_full, q_empty, 
     local = gl.arange(0, ROWS, ROW)
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * heads, gl.num_programs(0)):
+    while index < entries * heads:
         entry, head = entry_of(index, entries, GROUP)
         info = work + entry * 8
         q_row = gl.load(info)
@@ -217,6 +218,7 @@ def consume(out, lse, v_scale, work, count, q, k_smem, v_smem, q_full, q_empty, 
             mbarrier.wait(v_full.index(stage), phase)
             mbarrier.arrive(v_empty.index(stage), count=1)
             step += 1
+        index = following(slot, announced, turn)
         mbarrier.arrive(q_empty, count=1)
         turn += 1
         denominator = gl.convert_layout(gl.sum(row_sum, 1), ROW)
@@ -238,23 +240,24 @@ def attention(q_desc, k_desc, v_desc, out, lse, v_scale, work, count, heads, gro
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers(WARPGROUPS, STAGES)
+    slot, announced = queue()
     fence_async_shared()
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (consume, (out, lse, v_scale, work, count, q_smem.index(0), k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                       v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, 0, WARPGROUPS, THRESHOLD, D,
-                       STAGES)),
-            (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
+            (consume, (out, lse, v_scale, work, count, slot, announced, q_smem.index(0), k_smem, v_smem, q_full, q_empty, k_full,
+                       k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, 0,
+                       WARPGROUPS, THRESHOLD, D, STAGES)),
+            (load_tiles, (q_desc, k_desc, v_desc, work, count, slot, announced, q_smem, k_smem, v_smem, q_full, q_empty, k_full,
+                          k_empty, v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False, True)),
         ], [1], [24])
     else:
         gl.warp_specialize([
-            (consume, (out, lse, v_scale, work, count, q_smem.index(0), k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                       v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, 0, WARPGROUPS, THRESHOLD, D,
-                       STAGES)),
-            (consume, (out, lse, v_scale, work, count, q_smem.index(1), k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                       v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, 1, WARPGROUPS, THRESHOLD, D,
-                       STAGES)),
-            (load_tiles, (q_desc, k_desc, v_desc, work, count, q_smem, k_smem, v_smem, q_full, q_empty, k_full, k_empty, v_full,
-                          v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False)),
+            (consume, (out, lse, v_scale, work, count, slot, announced, q_smem.index(0), k_smem, v_smem, q_full, q_empty, k_full,
+                       k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, 0,
+                       WARPGROUPS, THRESHOLD, D, STAGES)),
+            (consume, (out, lse, v_scale, work, count, slot, announced, q_smem.index(1), k_smem, v_smem, q_full, q_empty, k_full,
+                       k_empty, v_full, v_empty, heads, groups, head_stride, document_extra, max_tiles, factor, GROUP, 1,
+                       WARPGROUPS, THRESHOLD, D, STAGES)),
+            (load_tiles, (q_desc, k_desc, v_desc, work, count, slot, announced, q_smem, k_smem, v_smem, q_full, q_empty, k_full,
+                          k_empty, v_full, v_empty, heads, groups, GROUP, WARPGROUPS, D, STAGES, False, True)),
         ], [4, 1], [REGISTERS, 24])

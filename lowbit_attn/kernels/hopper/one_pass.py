@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from lowbit_attn.kernels.hopper.compat import reinterpreted, tma_add, tma_load
-from lowbit_attn.kernels.hopper.forward_tiles import ROWS, entry_of, operand, pack
+from lowbit_attn.kernels.hopper.forward_tiles import ROWS, operand, pack
 from lowbit_attn.kernels.hopper.gradient_tiles import (
     blocked,
     column_vector,
@@ -38,6 +38,7 @@ from lowbit_attn.kernels.hopper.gradient_tiles import (
     with_master,
 )
 from lowbit_attn.kernels.hopper.inline import halves, transposed_bytes, uniform, zero_with
+from lowbit_attn.kernels.hopper.work_queue import announce, entry_of, following, queue
 
 COLUMNS = gl.constexpr(64)
 """Queries of a tile."""
@@ -159,9 +160,9 @@ def store_gradient(out, x, staging, first, rows, head, heads, D: gl.constexpr):
 
 
 @gluon.jit
-def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k, work, count, masters, staging, k, v,
-            q_smem, do_smem, q_t_smem, do_t_smem, vectors, ds_smem, kv_full, kv_empty, rows_full, columns_full, empty, ds_full,
-            ds_empty, kv_heads, groups, head_stride, document_extra, tiles_in_all, scale, GROUP, WARPGROUP: gl.constexpr,
+def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k, work, count, slot, announced, masters, staging,
+            k, v, q_smem, do_smem, q_t_smem, do_t_smem, vectors, ds_smem, kv_full, kv_empty, rows_full, columns_full, empty,
+            ds_full, ds_empty, kv_heads, groups, head_stride, document_extra, tiles_in_all, scale, GROUP, WARPGROUP: gl.constexpr,
             D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, ROTATE: gl.constexpr, P_LOG2: gl.constexpr):
     """A consumer warpgroup: 64 keys of each work entry."""
     TILE: gl.constexpr = sum_layout(COLUMNS)
@@ -174,8 +175,9 @@ def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k
     dv_master = dk_master + ROWS * D
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * kv_heads, gl.num_programs(0)):
+    while index < entries * kv_heads:
         entry, kv_head = entry_of(index, entries, GROUP)
         info = work + entry * 11
         k_row = gl.load(info) + WARPGROUP * ROWS
@@ -241,6 +243,7 @@ def consume(grad_key, grad_value, k_scales, v_scales, references_v, references_k
             mbarrier.wait(ds_empty.index(step & 1), ((step // 2) & 1) ^ 1)
             mbarrier.arrive(ds_full.index(step & 1), count=1)
             step += 1
+        index = following(slot, announced, turn)
         mbarrier.arrive(kv_empty, count=1)
         turn += 1
         # Loaded again: registers that hold these through the loop would be spilled.
@@ -272,17 +275,18 @@ def product(early, late, keys, half: gl.constexpr, both):
 
 
 @gluon.jit
-def reduce_queries(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc, k_t_desc, dq_desc, k_top, work, count, k_smem,
-                   v_smem, k_t_smem, q_smem, do_smem, q_t_smem, do_t_smem, vectors, ds_smem, dq_smem, kv_full, kv_empty, k_t_full,
-                   rows_full, columns_full, empty, ds_full, ds_empty, kv_heads, groups, tiles_in_all, k_tiles_in_all, GROUP,
-                   D: gl.constexpr, STAGES: gl.constexpr):
+def reduce_queries(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc, k_t_desc, dq_desc, k_top, work, count, slot,
+                   announced, k_smem, v_smem, k_t_smem, q_smem, do_smem, q_t_smem, do_t_smem, vectors, ds_smem, dq_smem, kv_full,
+                   kv_empty, k_t_full, rows_full, columns_full, empty, ds_full, ds_empty, kv_heads, groups, tiles_in_all,
+                   k_tiles_in_all, GROUP, D: gl.constexpr, STAGES: gl.constexpr):
     """The third warpgroup: all loads, STAGES - 1 tiles ahead, and dQ of each tile from the other two's dS."""
     SUM: gl.constexpr = sum_layout(HALF)
     CODES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * kv_heads, gl.num_programs(0)):
+    while index < entries * kv_heads:
         entry, kv_head = entry_of(index, entries, GROUP)
         info = work + entry * 11
         k_row = uniform(gl.load(info))
@@ -323,6 +327,7 @@ def reduce_queries(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_
                     tile -= 1
             if i == STAGES - 1:
                 mbarrier.wait(k_t_full, turn & 1)
+                index = announce(count, slot, announced, entries * kv_heads, 4)
             if (i >= STAGES - 1) & (number > 0):
                 here = i - (STAGES - 1)
                 now = step + here
@@ -383,6 +388,7 @@ def gradients(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc,
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_empty, count=2)
     mbarrier.init(k_t_full, count=1)
+    slot, announced = queue()
     for buffer in gl.static_range(2):
         mbarrier.init(ds_full.index(buffer), count=2)
         mbarrier.init(ds_empty.index(buffer), count=1)
@@ -392,16 +398,16 @@ def gradients(q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc,
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     gl.warp_specialize([
-        (consume, (grad_key, grad_value, k_scales, v_scales, references_v, references_k, work, count, masters,
+        (consume, (grad_key, grad_value, k_scales, v_scales, references_v, references_k, work, count, slot, announced, masters,
                    staging.index(0), k_smem.index(0), v_smem.index(0), q_smem, do_smem, q_t_smem, do_t_smem, vectors, ds_smem,
                    kv_full, kv_empty, rows_full, columns_full, empty, ds_full, ds_empty, kv_heads, groups, head_stride,
                    document_extra, tiles_in_all, scale, GROUP, 0, D, STAGES, PROMOTE, ROTATE, P_LOG2)),
-        (consume, (grad_key, grad_value, k_scales, v_scales, references_v, references_k, work, count, masters,
+        (consume, (grad_key, grad_value, k_scales, v_scales, references_v, references_k, work, count, slot, announced, masters,
                    staging.index(1), k_smem.index(1), v_smem.index(1), q_smem, do_smem, q_t_smem, do_t_smem, vectors, ds_smem,
                    kv_full, kv_empty, rows_full, columns_full, empty, ds_full, ds_empty, kv_heads, groups, head_stride,
                    document_extra, tiles_in_all, scale, GROUP, 1, D, STAGES, PROMOTE, ROTATE, P_LOG2)),
         (reduce_queries, (q_desc, do_desc, q_t_desc, do_t_desc, vector_desc, k_desc, v_desc, k_t_desc, dq_desc, k_top, work, count,
-                          k_smem, v_smem, k_t_smem, q_smem, do_smem, q_t_smem, do_t_smem, vectors, ds_smem, dq_smem, kv_full,
-                          kv_empty, k_t_full, rows_full, columns_full, empty, ds_full, ds_empty, kv_heads, groups, tiles_in_all,
-                          k_tiles_in_all, GROUP, D, STAGES)),
+                          slot, announced, k_smem, v_smem, k_t_smem, q_smem, do_smem, q_t_smem, do_t_smem, vectors, ds_smem,
+                          dq_smem, kv_full, kv_empty, k_t_full, rows_full, columns_full, empty, ds_full, ds_empty, kv_heads,
+                          groups, tiles_in_all, k_tiles_in_all, GROUP, D, STAGES)),
     ], [4, 4], [REGISTERS, 64])

@@ -217,7 +217,7 @@ def one_pass_records(tiling: Tiling, q_scales: Tensor, row_top: Tensor, made: Gr
     ds_exponent, dk_exponent = torch.empty_like(made.do_group), torch.empty_like(made.do_group)
     result = OnePassRecords(reference_v, reference_k, empty(heads, 2 * q_count, VECTOR), empty(heads, 4 * q_count),
                             empty(heads, 128 * q_count), empty(k_count, WORK_COLUMNS, dtype=torch.int32),
-                            empty(1, dtype=torch.int32))
+                            empty(2, dtype=torch.int32))
     sides = (head_stride, document_extra)
     with on_device(lse):
         _seen_sizes[(documents, kv_heads)](tiling.documents, made.v_size, made.k_top, v_seen, k_seen, k_count, LOWEST=LOWEST,

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from lowbit_attn.kernels.hopper.compat import reinterpreted, tma_load
-from lowbit_attn.kernels.hopper.forward_tiles import ROWS, by_thread, entry_of, operand, pack, promote, with_master
+from lowbit_attn.kernels.hopper.forward_tiles import ROWS, by_thread, operand, pack, promote, with_master
 from lowbit_attn.kernels.hopper.gradient_tiles import (
     LOWEST,
     SLACK,
@@ -35,6 +35,7 @@ from lowbit_attn.kernels.hopper.gradient_tiles import (
     sum_layout,
 )
 from lowbit_attn.kernels.hopper.inline import uniform
+from lowbit_attn.kernels.hopper.work_queue import announce, entry_of, following, queue
 
 COLUMNS = gl.constexpr(128)
 """Keys of a tile."""
@@ -47,13 +48,14 @@ def tiles_seen(rows, k_valid, diagonal):
 
 
 @gluon.jit
-def load_tiles(q_desc, do_desc, k_desc, v_desc, k_t_desc, work, count, q_smem, do_smem, k_smem, v_smem, k_t_smem, q_full, q_empty,
-               rows_full, columns_full, empty, heads, groups, GROUP, D: gl.constexpr, STAGES: gl.constexpr):
+def load_tiles(q_desc, do_desc, k_desc, v_desc, k_t_desc, work, count, slot, announced, q_smem, do_smem, k_smem, v_smem, k_t_smem,
+               q_full, q_empty, rows_full, columns_full, empty, heads, groups, GROUP, D: gl.constexpr, STAGES: gl.constexpr):
     """The loader warp: Q and dO of each work entry, then its key tiles in turn."""
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * heads, gl.num_programs(0)):
+    while index < entries * heads:
         entry, head = entry_of(index, entries, GROUP)
         row = work + entry * 8
         q_row = gl.load(row)
@@ -76,6 +78,7 @@ def load_tiles(q_desc, do_desc, k_desc, v_desc, k_t_desc, work, count, q_smem, d
             mbarrier.expect(columns_full.index(stage), k_t_desc.block_type.nbytes)
             tma_load(k_t_desc, [kv_head * D, (k_tile + i) * COLUMNS], columns_full.index(stage), k_t_smem.index(stage))
             step += 1
+        index = announce(count, slot, announced, entries * heads, 1)
 
 
 @gluon.jit
@@ -122,10 +125,10 @@ def advance(i, step, q, do, k_smem, v_smem, k_t_smem, rows_full, columns_full, e
 
 
 @gluon.jit
-def consume(grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, documents, work, count, master, q, do, k_smem,
-            v_smem, k_t_smem, q_full, q_empty, rows_full, columns_full, empty, heads, groups, head_stride, document_extra,
-            k_head_stride, k_document_extra, q_count, factor, scale, GROUP, WARPGROUP: gl.constexpr, D: gl.constexpr,
-            STAGES: gl.constexpr, PROMOTE: gl.constexpr, ROTATE: gl.constexpr):
+def consume(grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, documents, work, count, slot, announced, master, q,
+            do, k_smem, v_smem, k_t_smem, q_full, q_empty, rows_full, columns_full, empty, heads, groups, head_stride,
+            document_extra, k_head_stride, k_document_extra, q_count, factor, scale, GROUP, WARPGROUP: gl.constexpr,
+            D: gl.constexpr, STAGES: gl.constexpr, PROMOTE: gl.constexpr, ROTATE: gl.constexpr):
     """A consumer warpgroup: 64 query rows of each work entry."""
     ROW: gl.constexpr = gl.SliceLayout(1, sum_layout(COLUMNS))
     SUM: gl.constexpr = sum_layout(D)
@@ -136,8 +139,9 @@ def consume(grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, d
     local = gl.arange(0, ROWS, ROW)
     step = 0
     turn = 0
+    index = gl.program_id(0)
     entries = gl.load(count)
-    for index in range(gl.program_id(0), entries * heads, gl.num_programs(0)):
+    while index < entries * heads:
         entry, head = entry_of(index, entries, GROUP)
         info = work + entry * 8
         q_row = gl.load(info)
@@ -193,6 +197,7 @@ def consume(grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, d
                 dq = gl.zeros([ROWS, D], gl.float32, SUM)
             step += 1
         step = skip(mine, tiles, step, rows_full, columns_full, empty, STAGES)
+        index = following(slot, announced, turn)
         mbarrier.arrive(q_empty, count=1)
         turn += 1
         total = with_master(dq, master, promoted - reference, D)
@@ -216,16 +221,17 @@ def query_gradients(q_desc, do_desc, k_desc, v_desc, k_t_desc, grad_query, q_sca
     k_t_smem = gl.allocate_shared_memory(k_t_desc.dtype, [STAGES] + k_t_desc.block_type.shape, k_t_desc.layout)
     master = gl.allocate_shared_memory(gl.float32, [2, D // 8, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
     q_full, q_empty, rows_full, columns_full, empty = barriers(STAGES)
+    slot, announced = queue()
     fence_async_shared()
     gl.warp_specialize([
-        (consume, (grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, documents, work, count, master.index(0),
-                   q_smem.index(0), do_smem.index(0), k_smem, v_smem, k_t_smem, q_full, q_empty, rows_full, columns_full, empty,
-                   heads, groups, head_stride, document_extra, k_head_stride, k_document_extra, q_count, factor, scale, GROUP, 0,
-                   D, STAGES, PROMOTE, ROTATE)),
-        (consume, (grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, documents, work, count, master.index(1),
-                   q_smem.index(1), do_smem.index(1), k_smem, v_smem, k_t_smem, q_full, q_empty, rows_full, columns_full, empty,
-                   heads, groups, head_stride, document_extra, k_head_stride, k_document_extra, q_count, factor, scale, GROUP, 1,
-                   D, STAGES, PROMOTE, ROTATE)),
-        (load_tiles, (q_desc, do_desc, k_desc, v_desc, k_t_desc, work, count, q_smem, do_smem, k_smem, v_smem, k_t_smem, q_full,
-                      q_empty, rows_full, columns_full, empty, heads, groups, GROUP, D, STAGES)),
+        (consume, (grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, documents, work, count, slot, announced,
+                   master.index(0), q_smem.index(0), do_smem.index(0), k_smem, v_smem, k_t_smem, q_full, q_empty, rows_full,
+                   columns_full, empty, heads, groups, head_stride, document_extra, k_head_stride, k_document_extra, q_count,
+                   factor, scale, GROUP, 0, D, STAGES, PROMOTE, ROTATE)),
+        (consume, (grad_query, q_scales, do_group, lse, delta_of, k_scales, v_scales, documents, work, count, slot, announced,
+                   master.index(1), q_smem.index(1), do_smem.index(1), k_smem, v_smem, k_t_smem, q_full, q_empty, rows_full,
+                   columns_full, empty, heads, groups, head_stride, document_extra, k_head_stride, k_document_extra, q_count,
+                   factor, scale, GROUP, 1, D, STAGES, PROMOTE, ROTATE)),
+        (load_tiles, (q_desc, do_desc, k_desc, v_desc, k_t_desc, work, count, slot, announced, q_smem, do_smem, k_smem, v_smem,
+                      k_t_smem, q_full, q_empty, rows_full, columns_full, empty, heads, groups, GROUP, D, STAGES)),
     ], [4, 1], [REGISTERS, 24])

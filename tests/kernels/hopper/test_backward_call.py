@@ -57,8 +57,9 @@ def call(request):
         quantize_gradient,
         quantize_tile,
         query_gradients,
+        work_queue,
     )
-    shared = (forward_tiles, gradient_tiles)
+    shared = (forward_tiles, gradient_tiles, work_queue)
     kernels = [
         (one_pass, "gradients", Kernel(one_pass.gradients, one_pass, *shared)),
         (backward, "key_gradients", Kernel(key_gradients.key_gradients, key_gradients, *shared)),

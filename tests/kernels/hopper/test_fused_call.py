@@ -52,11 +52,11 @@ def call():
     from gluon_packed import packed_instructions
     from gluon_warpgroups import Kernel
 
-    from lowbit_attn.kernels.hopper import block_attention, blocks, fused, inline, quantize_blocks, quantize_tile
+    from lowbit_attn.kernels.hopper import block_attention, blocks, fused, inline, quantize_blocks, quantize_tile, work_queue
     from lowbit_attn.kernels.hopper import forward_tiles as family
     from lowbit_attn.ops import hopper
 
-    attention = Kernel(fused.attention, fused, blocks, inline, family)
+    attention = Kernel(fused.attention, fused, blocks, inline, family, work_queue)
     quantizer = Kernel(quantize_blocks._quantize_qk, quantize_blocks, quantize_tile)
     with (packed_instructions(), patch.object(fused, "attention", attention),
           patch.object(quantize_blocks, "_quantize_qk", quantizer), patch.object(block_attention, "processors", lambda device: 2),

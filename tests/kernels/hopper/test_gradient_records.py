@@ -99,6 +99,6 @@ class TestInterpreted:
                 entry = [k_start + block * 128, k_len - block * 128, k_valid - block * 128, q_start, 2 * q_tile, q_len, first,
                          number, shift, n, k_tile + block]
                 expected.append((-number, len(expected), entry))
-        count = records.count.item()
+        count = records.count[0].item()
         assert count == len(expected)
         assert records.work[:count].tolist() == [entry for *_, entry in sorted(expected)]

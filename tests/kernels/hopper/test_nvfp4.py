@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from gluon_on_cpu import BARRIER, Pointer, Tiles, Value, on_cpu
+from gluon_on_cpu import BARRIER, Numbers, Pointer, Tiles, Value, on_cpu
 
 from lowbit_attn import formats
 from lowbit_attn.recipes import Operand, resolve
@@ -35,7 +35,7 @@ def tiles_of(x, key_dim):
 def attend(q, k, v, *, causal=False, valid=None, recipe=RECIPE, scale=None):
     """Output and lse [1, H, S, ...] of `nvfp4.consume` for [1, H, S, D], both warpgroups, on the reference's operands."""
     from lowbit_attn.kernels.hopper import forward_tiles as family
-    from lowbit_attn.kernels.hopper import nvfp4
+    from lowbit_attn.kernels.hopper import nvfp4, work_queue
 
     (_, heads, queries, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     valid = keys if valid is None else valid
@@ -54,7 +54,7 @@ def attend(q, k, v, *, causal=False, valid=None, recipe=RECIPE, scale=None):
     blocks = torch.where(broken, torch.nan, formats.decode_e8m0(coded.scales))[0, :, ::32]
     v_scale[:, :blocks.shape[1]] = blocks
     out, lse = torch.full((queries, heads, dim), 7.0), torch.full((heads, queries), 7.0)
-    with on_cpu(nvfp4, family):
+    with on_cpu(nvfp4, family, work_queue):
         for block in range(0, queries, 128):
             rows = min(128, queries - block)
             diagonal = block if causal else 1 << 29
@@ -71,8 +71,8 @@ def attend(q, k, v, *, causal=False, valid=None, recipe=RECIPE, scale=None):
                     barriers = [BARRIER, BARRIER, ring[0].full, BARRIER, ring[1].full, BARRIER]
                     one_out, one_lse = torch.full((128, 1, dim), 7.0), torch.full((128,), 7.0)
                     nvfp4.consume(Pointer(one_out), Pointer(one_lse), Pointer(v_scale[kv_head].contiguous()), Pointer(work),
-                                  Pointer(torch.tensor([1], dtype=torch.int32)), Value(part), *ring, *barriers, 1, 1, 0, 0, tiles,
-                                  scale * math.log2(math.e), 1, warpgroup, 2, recipe.max_threshold, dim, 3)
+                                  Pointer(torch.tensor([1], dtype=torch.int32)), Numbers(1), BARRIER, Value(part), *ring, *barriers,
+                                  1, 1, 0, 0, tiles, scale * math.log2(math.e), 1, warpgroup, 2, recipe.max_threshold, dim, 3)
                     mine = slice(64 * warpgroup, min(64 * (warpgroup + 1), rows))
                     out[block + mine.start:block + max(mine.start, mine.stop), head] = one_out[mine, 0]
                     lse[head, block + mine.start:block + max(mine.start, mine.stop)] = one_lse[mine]

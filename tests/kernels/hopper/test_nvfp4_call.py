@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from gluon_on_cpu import BARRIER, LANGUAGE, Pointer, Slots, Tiles, Value, on_cpu
+from gluon_on_cpu import BARRIER, LANGUAGE, Numbers, Pointer, Slots, Tiles, Value, on_cpu
 from row_bounds import assert_close
 from tiling_model import model, packed_lengths
 
@@ -39,7 +39,7 @@ def tiling_of(query, keys, rows, *, is_causal=False, bottom_right=False, key_len
         q, k = [(n * queries, queries) for n in range(batch)], [(n * keys, keys, lengths[n]) for n in range(batch)]
         align = ("bottom_right" if bottom_right else "top_left") if is_causal else "none"
     documents, q_tiles, k_tiles, work = (torch.tensor(x, dtype=torch.int32) for x in model(q, k, align, rows))
-    return Tiling(documents, q_tiles, k_tiles, work, torch.tensor([len(work)], dtype=torch.int32), rows)
+    return Tiling(documents, q_tiles, k_tiles, work, torch.tensor([len(work), 0], dtype=torch.int32), rows)
 
 
 def load_channels(x, document, first, head, strides, valid, dim, rotate, mode, dtype):
@@ -96,8 +96,9 @@ def attend(body, grid, q_desc, k_desc, v_desc, *tensors, heads, groups, head_str
            **constants):
     """The kernel: the loader to its end, then each consumer on the tiles in the order in which it loaded them."""
     from lowbit_attn.kernels.hopper import forward_tiles as family
-    from lowbit_attn.kernels.hopper import nvfp4
+    from lowbit_attn.kernels.hopper import nvfp4, work_queue
 
+    orders = Numbers()
     q, k, v = Slots(constants["WARPGROUPS"]), Tiles(), Tiles()
     memory = iter([q, k, v])
     for descriptor in (q_desc, k_desc, v_desc):
@@ -107,15 +108,16 @@ def attend(body, grid, q_desc, k_desc, v_desc, *tensors, heads, groups, head_str
         *consumers, (load, arguments) = partitions
         load(*arguments)
         for consume, arguments in consumers:
-            for tiles in (*q.slots, k, v):
+            for tiles in (*q.slots, k, v, orders):
                 tiles.position = -1
             consume(*arguments)
 
     language = {"allocate_shared_memory": lambda *_: next(memory), "warp_specialize": specialize}
     sizes = (heads, groups, head_stride, document_extra, max_tiles)
     group = constants.pop("GROUP")
-    with on_cpu(nvfp4, family), patch.multiple(LANGUAGE, create=True, **language), patch.object(
-            nvfp4, "barriers", lambda *_: (q, BARRIER, k.full, BARRIER, v.full, BARRIER)):
+    with (on_cpu(nvfp4, family, work_queue), patch.multiple(LANGUAGE, create=True, **language),
+          patch.object(nvfp4, "barriers", lambda *_: (q, BARRIER, k.full, BARRIER, v.full, BARRIER)),
+          patch.object(nvfp4, "queue", lambda: (orders, BARRIER))):
         body(q_desc, k_desc, v_desc, *wrapped(tensors), *wrapped(sizes), factor, group, **constants)
 
 

@@ -165,6 +165,6 @@ class TestInterpreted:
     def test_work_says_which_padded_tile_a_block_of_keys_is(self, lengths, tail):
         tiling, _, records = call(lengths, tail)
         documents = tiling.documents.tolist()
-        for entry in records.work[:records.count.item()].tolist():
+        for entry in records.work[:records.count[0].item()].tolist():
             document = documents[entry[9]]
             assert entry[10] == document[6] + (entry[0] - document[2]) // 128
