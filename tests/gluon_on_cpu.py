@@ -179,20 +179,6 @@ class Numbers:
         return Value(self.numbers[self.position])
 
 
-class Slots:
-    """Shared memory of a tile for each consumer, filled together."""
-
-    def __init__(self, count: int) -> None:
-        self.slots = [Tiles() for _ in range(count)]
-
-    def index(self, number: Any) -> Tiles:
-        return self.slots[int(raw(number))]
-
-    def filled(self) -> None:
-        for slot in self.slots:
-            slot.filled()
-
-
 def load_tile(descriptor: Any, place: Any, barrier: Any, destination: Tiles) -> None:
     """A bulk tensor copy: zeros past the end."""
     row, column = (int(raw(x)) for x in place)

@@ -1,13 +1,14 @@
 """Whole Gluon kernels on a CPU, their warpgroups too: shared memory, barriers and bulk copies beside `gluon_on_cpu`.
 
-Each warpgroup is a thread. One runs at a time, until a barrier makes it wait, so that the order is always the same. Barriers count
-arrivals and bytes as the hardware's do, and warpgroups that wait for each other for ever are an error. Memory starts as NaN. A bulk
+Each warpgroup is a thread. One runs at a time, until a barrier makes it wait, and now and then before or after it arrives at one:
+which goes on is drawn, from the same seed every time. Barriers count arrivals and bytes as the hardware's do, and warpgroups that wait for each other for ever are an error. Memory starts as NaN. A bulk
 load makes it NaN again, and lands when its barrier is waited for; what a bulk copy adds to global memory is read when the kernel
 waits for that. So what is loaded too early, read too early or overwritten too early shows.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -94,9 +95,9 @@ class Descriptor:
 class Warpgroup(threading.Thread):
     """Runs when `step` says so, until it has to wait."""
 
-    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...], chance: random.Random) -> None:
         super().__init__(daemon=True)
-        self.function, self.arguments = function, arguments
+        self.function, self.arguments, self.chance = function, arguments, chance
         self.go, self.stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.ready: Callable[[], bool] | None = lambda: True
         self.error: BaseException | None = None
@@ -121,11 +122,19 @@ class Warpgroup(threading.Thread):
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
         if not ready():
-            self.ready = ready
-            self.stopped.release()
-            self.go.acquire()
-            if self.abandoned:
-                raise SystemExit
+            self.stop(ready)
+
+    def pause(self) -> None:
+        """Let others go on, or not."""
+        if self.chance.random() < 0.5:
+            self.stop(lambda: True)
+
+    def stop(self, ready: Callable[[], bool]) -> None:
+        self.ready = ready
+        self.stopped.release()
+        self.go.acquire()
+        if self.abandoned:
+            raise SystemExit
 
     def abandon(self) -> None:
         if self.ready is not None:
@@ -134,23 +143,33 @@ class Warpgroup(threading.Thread):
 
 
 def _specialize(partitions: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
-    warpgroups = [Warpgroup(*partition) for partition in partitions]
+    chance = random.Random(0)
+    warpgroups = [Warpgroup(*partition, chance) for partition in partitions]
     try:
         while running := [x for x in warpgroups if x.ready is not None]:
             able = [x for x in running if x.ready()]
             assert able, f"{len(running)} warpgroups wait for each other"
-            for warpgroup in able:
-                warpgroup.step()
+            chance.choice(able).step()
     finally:
         for warpgroup in warpgroups:
             warpgroup.abandon()
 
 
-def _wait(barrier: Barrier, parity: Any) -> None:
-    parity = int(raw(parity))
+def _current() -> Warpgroup:
     current = threading.current_thread()
     assert isinstance(current, Warpgroup)
-    current.wait_until(lambda: barrier.passed(parity))
+    return current
+
+
+def _wait(barrier: Barrier, parity: Any) -> None:
+    parity = int(raw(parity))
+    _current().wait_until(lambda: barrier.passed(parity))
+
+
+def _arrive(barrier: Barrier, count: int = 1, pred: Any = True) -> None:
+    _current().pause()
+    barrier.add(count * bool(pred), 0)
+    _current().pause()
 
 
 def _allocate(barriers: list[Barrier], dtype: torch.dtype, sizes: Any, layout: Any, value: Any = None) -> Any:
@@ -197,8 +216,7 @@ def _copy_async(destination: Memory, pointers: Pointer, mask: Any) -> None:
 
 
 MBARRIER = SimpleNamespace(
-    MBarrierLayout=lambda: "barrier", init=lambda barrier, count: barrier.init(count), wait=_wait,
-    arrive=lambda barrier, count=1, pred=True: barrier.add(count * bool(pred), 0),
+    MBarrierLayout=lambda: "barrier", init=lambda barrier, count: barrier.init(count), wait=_wait, arrive=_arrive,
     expect=lambda barrier, size: barrier.add(1, size))
 COPIES = SimpleNamespace(commit_group=lambda: None, wait_group=lambda left: None)
 

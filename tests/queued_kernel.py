@@ -28,6 +28,18 @@ def consume(taken, slot, announced, freed, total):
         turn += 1
 
 
+@gluon.jit
+def hasty_consume(taken, slot, announced, freed, total):
+    """Wrong: lets the loader fill the slot again before it has read it."""
+    index = gl.program_id(0)
+    turn = 0
+    while index < total:
+        gl.store(taken + index, gl.load(taken + index) + 1)
+        mbarrier.arrive(freed, count=1)
+        index = following(slot, announced, turn)
+        turn += 1
+
+
 @gluon.jit(do_not_specialize=["total"])
 def kernel(first, second, count, total):
     """Each consumer adds 1 to its own place of every index below `total` that its program gets."""

@@ -67,6 +67,16 @@ def test_a_forward_that_saves_returns_as_many_tensors_as_the_operator_declares(r
     assert [y.shape for y in found[2:]] == [(1, 128, 2, 64), (1, 2, 128)] * 3 + [(1, 2, 128)]
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_forward_that_saves_promotes_four_times_as_often(head_dim):
+    def tiles(saves):
+        (kernel, _, constants, *_), = (x for x in launches.caught(launches.Call("mxfp8", head_dim, saves=saves).launch)
+                                       if x[0].__name__ == "attention")
+        return constants[kernel.arg_names.index("PROMOTE"),]
+
+    assert [tiles(saves) for saves in (False, True)] == [16, 4]
+
+
 @pytest.mark.parametrize("workload", PRESETS[Preset.SMALL], ids=str)
 def test_what_the_benchmark_times_alone_launches(workload):
     inputs = Inputs.draw(workload, torch.device("cpu"))

@@ -154,6 +154,13 @@ class TestInterpreted:
         assert not any(x[-20:].any() for x in found)
         assert_close((found, wanted))
 
+    def test_one_head_at_a_time(self, call):
+        from lowbit_attn.kernels.hopper import backward
+
+        lengths = bounds([150, 260, 33])
+        with patch.object(backward, "FEW_ENTRIES", 0), patch.object(backward, "STREAM_BUDGET", 1):
+            assert_close(packed(call, inputs(443, 443, 6, 3, 64), (lengths, lengths), True))
+
     @PACKED_CAUSAL
     def test_documents_without_queries_or_keys(self, call, causal):
         cu_seq = (bounds([30, 0, 100, 20, 0]), bounds([300, 140, 40, 0, 200]))

@@ -1,15 +1,14 @@
 """Whole calls of the Hopper forward of nvfp4_fp8 on a CPU: host code, quantizer, loader and consumers, by their own source.
 
-What is not theirs is stood in for: the tiling by its Python model, V's quantizer by the reference, copies by slices.
+What is not theirs is stood in for: the tiling by its Python model, V's quantizer by the reference.
 """
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
-from gluon_on_cpu import BARRIER, LANGUAGE, Numbers, Pointer, Slots, Tiles, Value, on_cpu
+from gluon_on_cpu import LANGUAGE, Pointer, Value, on_cpu
 from row_bounds import assert_close
 from tiling_model import model, packed_lengths
 
@@ -92,45 +91,18 @@ def quantize(body, grid, query, key, value, q, k, v_t, v_scale, documents, q_til
         v_scale[:, 4 * tile:4 * tile + scales.shape[1]] = scales
 
 
-def attend(body, grid, q_desc, k_desc, v_desc, *tensors, heads, groups, head_stride, document_extra, max_tiles, factor, num_warps,
-           **constants):
-    """The kernel: the loader to its end, then each consumer on the tiles in the order in which it loaded them."""
-    from lowbit_attn.kernels.hopper import forward_tiles as family
-    from lowbit_attn.kernels.hopper import nvfp4, work_queue
-
-    orders = Numbers()
-    q, k, v = Slots(constants["WARPGROUPS"]), Tiles(), Tiles()
-    memory = iter([q, k, v])
-    for descriptor in (q_desc, k_desc, v_desc):
-        descriptor.dtype, descriptor.block_type = None, SimpleNamespace(nbytes=0, shape=descriptor.block_shape)
-
-    def specialize(partitions, warps, registers):
-        *consumers, (load, arguments) = partitions
-        load(*arguments)
-        for consume, arguments in consumers:
-            for tiles in (*q.slots, k, v, orders):
-                tiles.position = -1
-            consume(*arguments)
-
-    language = {"allocate_shared_memory": lambda *_: next(memory), "warp_specialize": specialize}
-    sizes = (heads, groups, head_stride, document_extra, max_tiles)
-    group = constants.pop("GROUP")
-    with (on_cpu(nvfp4, family, work_queue), patch.multiple(LANGUAGE, create=True, **language),
-          patch.object(nvfp4, "barriers", lambda *_: (q, BARRIER, k.full, BARRIER, v.full, BARRIER)),
-          patch.object(nvfp4, "queue", lambda: (orders, BARRIER))):
-        body(q_desc, k_desc, v_desc, *wrapped(tensors), *wrapped(sizes), factor, group, **constants)
-
-
 @pytest.fixture
 def call():
-    """`ops.hopper.forward` on CPU tensors."""
-    from lowbit_attn.kernels.hopper import nvfp4, nvfp4_attention, quantize_nvfp4
+    """`ops.hopper.forward` on CPU tensors, two programs to a kernel."""
+    import gluon_warpgroups
+
+    from lowbit_attn.kernels.hopper import forward_tiles, inline, nvfp4, nvfp4_attention, quantize_nvfp4, work_queue
     from lowbit_attn.ops import hopper
 
-    with (patch.object(nvfp4, "attention", Kernel(attend, nvfp4.attention)),
-          patch.object(quantize_nvfp4, "quantize_kernel", Kernel(quantize, quantize_nvfp4.quantize_kernel)),
+    attention = gluon_warpgroups.Kernel(nvfp4.attention, nvfp4, forward_tiles, inline, work_queue)
+    with (patch.object(nvfp4, "attention", attention), patch.object(quantize_nvfp4, "quantize_kernel", Kernel(quantize, quantize_nvfp4.quantize_kernel)),
           patch.object(quantize_nvfp4, "mode_of", lambda *_: "channels"), patch.object(nvfp4_attention, "tiling_of", tiling_of),
-          patch.object(nvfp4_attention, "processors", lambda device: 1),
+          patch.object(nvfp4_attention, "processors", lambda device: 2),
           patch.object(torch.cuda, "device", lambda device: nullcontext())):
         yield hopper.forward
 

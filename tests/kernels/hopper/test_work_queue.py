@@ -1,14 +1,14 @@
 """Every work index goes to one program, and the counter is ready for the next launch."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton runs on Linux only")
 
 
-@pytest.mark.parametrize("programs", [1, 2, 5])
-@pytest.mark.parametrize("total", [0, 1, 2, 4, 5, 6, 17])
-def test_every_index_once_at_every_launch(total, programs):
+def launch_three_times(total, programs):
     import queued_kernel
     from gluon_warpgroups import Kernel
 
@@ -23,3 +23,16 @@ def test_every_index_once_at_every_launch(total, programs):
         assert torch.equal(first, wanted)
         assert torch.equal(second, wanted)
         assert count.tolist() == [total, 0]
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5])
+@pytest.mark.parametrize("total", [0, 1, 2, 4, 5, 6, 17])
+def test_every_index_once_at_every_launch(total, programs):
+    launch_three_times(total, programs)
+
+
+def test_a_consumer_that_lets_go_before_it_reads_is_found():
+    import queued_kernel
+
+    with patch.object(queued_kernel, "consume", queued_kernel.hasty_consume), pytest.raises(AssertionError):
+        launch_three_times(17, 2)
