@@ -1,9 +1,10 @@
 """Whole Gluon kernels on a CPU, their warpgroups too: shared memory, barriers and bulk copies beside `gluon_on_cpu`.
 
 Each warpgroup is a thread. One runs at a time, until a barrier makes it wait, and now and then before or after it arrives at one:
-which goes on is drawn, from the same seed every time. Barriers count arrivals and bytes as the hardware's do, and warpgroups that wait for each other for ever are an error. Memory starts as NaN. A bulk
-load makes it NaN again, and lands when its barrier is waited for; what a bulk copy adds to global memory is read when the kernel
-waits for that. So what is loaded too early, read too early or overwritten too early shows.
+which goes on is drawn, from the same seed every time. Barriers count arrivals and bytes as the hardware's do, and warpgroups that
+wait for each other for ever are an error. Memory starts as NaN. A bulk load makes it NaN again, and lands when its barrier is
+waited for; what a bulk copy adds to global memory is read when the kernel waits for that. So what is loaded too early, read too
+early or overwritten too early shows.
 """
 
 from __future__ import annotations

@@ -230,8 +230,8 @@ def test_tiny_gradients_beside_others_stay_finite():
     assert found[0][:, :, :64].abs().max() < 2.0**-80
 
 
-DELTA = ("D = sum(O dO) inherits what the forward's FP8 sums lose where V has a mean (under 0.6 % at 32k keys), and a D that is off by d "
-         "moves dQ by d times the mean of K: docs/kernel-log.md says what would mend it")
+DELTA = ("D = sum(O dO) inherits what the forward's FP8 sums lose where V has a mean (under 0.6 % at 32k keys), and a D that is "
+         "off by d moves dQ by d times the mean of K: docs/kernel-log.md says what would mend it")
 
 BOUND = ("in one pass dS is relative to a bound with the largest |V| that a row sees, which one element of 10000 puts 2^10 above "
          "the others: their dS is flushed, and the cosine is 3.2e-4 below the reference's, not 2e-4 (docs/kernel-log.md)")

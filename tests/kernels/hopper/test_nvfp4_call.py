@@ -100,7 +100,8 @@ def call():
     from lowbit_attn.ops import hopper
 
     attention = gluon_warpgroups.Kernel(nvfp4.attention, nvfp4, forward_tiles, inline, work_queue)
-    with (patch.object(nvfp4, "attention", attention), patch.object(quantize_nvfp4, "quantize_kernel", Kernel(quantize, quantize_nvfp4.quantize_kernel)),
+    with (patch.object(nvfp4, "attention", attention),
+          patch.object(quantize_nvfp4, "quantize_kernel", Kernel(quantize, quantize_nvfp4.quantize_kernel)),
           patch.object(quantize_nvfp4, "mode_of", lambda *_: "channels"), patch.object(nvfp4_attention, "tiling_of", tiling_of),
           patch.object(nvfp4_attention, "processors", lambda device: 2),
           patch.object(torch.cuda, "device", lambda device: nullcontext())):
