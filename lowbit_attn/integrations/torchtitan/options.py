@@ -92,6 +92,9 @@ def _quoted(text: str) -> str:
 def check_probe(options: AttentionOptions, recipes: list[str], log_freq: int) -> None:
     """ValueError unless the numerics probe, if asked for, has a quantized layer to measure and is logged when it does."""
     if not options.probe_every:
+        if options.probe_layer:
+            raise ValueError(f"lowbit_attn.probe_layer: got {options.probe_layer} without lowbit_attn.probe_every, so that nothing "
+                             "is measured; accepted: both or neither")
         return
     if not 0 <= options.probe_layer < len(recipes):
         raise ValueError(f"lowbit_attn.probe_layer: got {options.probe_layer}; accepted: 0 to {len(recipes) - 1}")

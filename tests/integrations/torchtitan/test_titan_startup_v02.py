@@ -83,6 +83,7 @@ def test_half_precision_weights(dtypes: dict[str, str], message: str) -> None:
     (AttentionOptions(layers="[{blocks: 2, recipe: bf16}]"), r"lowbit_attn\.layers: .*blocks: got 2; accepted: 0 to 1"),
     (AttentionOptions(probe_every=10, probe_layer=2), r"lowbit_attn\.probe_layer: got 2; accepted: 0 to 1"),
     (AttentionOptions("bf16", probe_every=10), r"lowbit_attn\.probe_layer: got 0, which runs 'bf16'"),
+    (AttentionOptions(probe_layer=1), r"lowbit_attn\.probe_layer: got 1 without lowbit_attn\.probe_every"),
     (AttentionOptions(probe_every=15), r"lowbit_attn\.probe_every: got 15 with metrics\.log_freq 10; accepted: a multiple"),
 ])
 def test_options_that_do_not_fit_the_model(options: AttentionOptions, message: str, on_cpu: None) -> None:
