@@ -165,28 +165,6 @@ class Tiles(Value):
         self.position += 1
 
 
-class Numbers:
-    """Shared memory of one number, in the order of storing. Every load brings the next."""
-
-    def __init__(self, *numbers: int) -> None:
-        self.numbers, self.position = [torch.tensor([x]) for x in numbers], -1
-
-    def store(self, value: Value) -> None:
-        self.numbers.append(value.data)
-
-    def load(self, layout: Any) -> Value:
-        self.position += 1
-        return Value(self.numbers[self.position])
-
-
-def load_tile(descriptor: Any, place: Any, barrier: Any, destination: Tiles) -> None:
-    """A bulk tensor copy: zeros past the end."""
-    row, column = (int(raw(x)) for x in place)
-    rows, columns = descriptor.block_shape
-    part = descriptor.base[row:row + rows, column:column + columns].float()
-    destination.loaded.append(torch.nn.functional.pad(part, (0, columns - part.shape[1], 0, rows - part.shape[0])))
-
-
 def _reduced(function: Callable[..., torch.Tensor]) -> Callable[..., Value]:
     return lambda x, axis: Value(function(x.data, dim=axis))
 
@@ -357,7 +335,6 @@ def on_cpu(*modules: ModuleType) -> Iterator[None]:
         names = {name: body_of(value) for name, value in vars(module).items() if type(value).__name__ == "GluonJITFunction"}
         names |= {name: value.value for name, value in vars(module).items() if type(value).__name__ == "constexpr"}
         names |= dict(_inline(module))
-        names |= {"tma_load": load_tile} if hasattr(module, "tma_load") else {}
         hardware = {"warpgroup_mma": _warpgroup_mma, "mbarrier": NOTHING, "fence_async_shared": lambda: None,
                     "warpgroup_mma_wait": lambda _, deps: deps if len(deps) > 1 else deps[0]}
         names |= {name: model for name, model in hardware.items() if hasattr(module, name)}

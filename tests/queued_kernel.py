@@ -18,37 +18,29 @@ def load(count, slot, announced, freed, total):
 
 
 @gluon.jit
-def consume(taken, slot, announced, freed, total):
+def consume(taken, slot, announced, freed, total, HASTY: gl.constexpr):
+    """HASTY, which is wrong: lets the loader fill the slot again before it has read it."""
     index = gl.program_id(0)
     turn = 0
     while index < total:
         gl.store(taken + index, gl.load(taken + index) + 1)
+        if HASTY:
+            mbarrier.arrive(freed, count=1)
         index = following(slot, announced, turn)
-        mbarrier.arrive(freed, count=1)
-        turn += 1
-
-
-@gluon.jit
-def hasty_consume(taken, slot, announced, freed, total):
-    """Wrong: lets the loader fill the slot again before it has read it."""
-    index = gl.program_id(0)
-    turn = 0
-    while index < total:
-        gl.store(taken + index, gl.load(taken + index) + 1)
-        mbarrier.arrive(freed, count=1)
-        index = following(slot, announced, turn)
+        if not HASTY:
+            mbarrier.arrive(freed, count=1)
         turn += 1
 
 
 @gluon.jit(do_not_specialize=["total"])
-def kernel(first, second, count, total):
+def kernel(first, second, count, total, HASTY: gl.constexpr = False):
     """Each consumer adds 1 to its own place of every index below `total` that its program gets."""
     slot, announced = queue()
     freed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(freed, count=2)
     fence_async_shared()
     gl.warp_specialize([
-        (consume, (first, slot, announced, freed, total)),
-        (consume, (second, slot, announced, freed, total)),
+        (consume, (first, slot, announced, freed, total, HASTY)),
+        (consume, (second, slot, announced, freed, total, HASTY)),
         (load, (count, slot, announced, freed, total)),
     ], [4, 1], [64, 24])

@@ -2,10 +2,11 @@
 reference, what its operands hold, what it serves and saves."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from gluon_on_cpu import BARRIER, Numbers, Pointer, Tiles, Value, on_cpu
+from gluon_on_cpu import BARRIER, Pointer, Tiles, Value, on_cpu
 
 from lowbit_attn import formats
 from lowbit_attn.recipes import Operand, resolve
@@ -24,6 +25,10 @@ def normal(*shape, seed):
 def inputs(queries, keys, heads=1, kv_heads=1, head_dim=64):
     return (normal(1, heads, queries, head_dim, seed=1), normal(1, kv_heads, keys, head_dim, seed=2),
             normal(1, kv_heads, keys, head_dim, seed=3))
+
+
+NO_MORE = SimpleNamespace(load=lambda layout: Value(torch.tensor([1])))
+"""The queue's slot after the only entry."""
 
 
 def tiles_of(x, key_dim):
@@ -71,7 +76,7 @@ def attend(q, k, v, *, causal=False, valid=None, recipe=RECIPE, scale=None):
                     barriers = [BARRIER, BARRIER, ring[0].full, BARRIER, ring[1].full, BARRIER]
                     one_out, one_lse = torch.full((128, 1, dim), 7.0), torch.full((128,), 7.0)
                     nvfp4.consume(Pointer(one_out), Pointer(one_lse), Pointer(v_scale[kv_head].contiguous()), Pointer(work),
-                                  Pointer(torch.tensor([1], dtype=torch.int32)), Numbers(1), BARRIER, Value(part), *ring, *barriers,
+                                  Pointer(torch.tensor([1], dtype=torch.int32)), NO_MORE, BARRIER, Value(part), *ring, *barriers,
                                   1, 1, 0, 0, tiles, scale * math.log2(math.e), 1, warpgroup, 2, recipe.max_threshold, dim, 3)
                     mine = slice(64 * warpgroup, min(64 * (warpgroup + 1), rows))
                     out[block + mine.start:block + max(mine.start, mine.stop), head] = one_out[mine, 0]
